@@ -1,0 +1,179 @@
+"""Pre-training, assembled: recipe -> data, method, trainer -> run folder."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from massl import distributed
+from massl.commands.recipe import PretrainRecipe, load_recipe
+from massl.config import RecipeError, merge, validate
+from massl.data.loader import Loader
+from massl.data.order import EpochOrder
+from massl.data.sources import open_source
+from massl.methods.massl import MaSSL
+from massl.nn.backbone import patch_side
+from massl.training.environment import describe_environment
+from massl.training.metrics_log import read_metrics
+from massl.training.probes import Probe
+from massl.training.run_folder import RunFolder
+from massl.training.schedules import Schedules
+from massl.training.trainer import FitResult, Trainer
+
+METHODS = {"massl": MaSSL}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainResult:
+    folder: Path
+    step: int  # updates done
+    finished: bool  # False: a signal ended it early; the same call continues
+    signal_number: int | None
+    metrics: list[dict[str, float]]  # the rows of metrics.jsonl
+
+
+def pretrain(
+    *,
+    recipe: str | Path | PretrainRecipe,
+    output: str | Path,
+    data: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> PretrainResult:
+    """Learn visual features from unlabelled images.
+
+    `recipe` is a shipped recipe's name, a YAML file or a PretrainRecipe; `data` names the images (a folder, `demo:train`,
+    `torchvision:CIFAR10?root=DIR`); `overrides` changes single values, e.g. {"trainer.epochs": 20}. The run is kept in the folder
+    `output`; the same call again continues it where it stopped.
+    """
+    resolved = _resolve(recipe, data, overrides or {})
+    device = _choose_device(resolved.trainer.device)
+    distributed.start(device.type)
+    console = Console(stderr=True, quiet=not distributed.is_main(), highlight=False)
+    folder = RunFolder(Path(output).expanduser(), resolved)
+    try:
+        with folder.claimed(is_writer=distributed.is_main()):
+            result = _train(resolved, folder, device, console)
+    finally:
+        distributed.stop()
+    rows = read_metrics(folder.path / "metrics.jsonl")
+    return PretrainResult(
+        folder=folder.path, step=result.step, finished=result.finished, signal_number=result.signal_number, metrics=rows
+    )
+
+
+def _resolve(recipe: str | Path | PretrainRecipe, data: str | Path | None, overrides: Mapping[str, Any]) -> PretrainRecipe:
+    changes = dict(overrides) | ({} if data is None else {"data.source": str(data)})
+    if isinstance(recipe, PretrainRecipe):
+        resolved = validate(PretrainRecipe, merge(recipe.model_dump(mode="json"), changes), origin="recipe")
+    else:
+        resolved = load_recipe(recipe, changes)
+    if not resolved.data.source:
+        raise RecipeError("no images named: give --data.source, e.g. a folder of photos (in Python: data=...)")
+    return resolved
+
+
+def _choose_device(wanted: str) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise RecipeError("trainer.device is cuda, but no GPU is available; choose cpu or auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", distributed.local_rank())
+
+
+def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, console: Console) -> FitResult:
+    warned: set[str] = set()
+
+    def warn(message: str) -> None:
+        if message not in warned:
+            warned.add(message)
+            console.print(f"warning: {message}", style="yellow", markup=False, emoji=False, soft_wrap=True)
+
+    def on_skip(message: str) -> None:
+        warn(f"skipped an unreadable image: {message}")
+
+    source = open_source(recipe.data.source)
+    seed, batch_size = recipe.trainer.seed, recipe.trainer.batch_size
+    order = EpochOrder(num_images=len(source), batch_size=batch_size, seed=seed)
+    schedules = Schedules(
+        optimizer=recipe.optimizer,
+        teacher=recipe.method.teacher,
+        batch_size=batch_size,
+        epochs=recipe.trainer.epochs,
+        steps_per_epoch=order.steps_per_epoch,
+    )
+    method = METHODS[recipe.method.name](recipe.method, recipe.backbone, seed=seed)
+    _check_view_sizes(recipe, patch_side(method.backbone_to_evaluate().model))
+    local_size, first = batch_size // distributed.world_size(), distributed.rank() * (batch_size // distributed.world_size())
+    loader = Loader(
+        source,
+        order_at=lambda step: order.at(step)[first : first + local_size],
+        seed=seed,
+        num_workers=recipe.data.num_workers,
+        max_side=recipe.data.max_side,
+        on_skip=on_skip,
+    )
+    probe = None
+    if recipe.probes.every_epochs > 0:
+        probe = Probe(
+            recipe.probes, data=recipe.data, views=recipe.views, training_source=source, seed=seed, device=device, on_skip=on_skip
+        )
+    trainer = Trainer(
+        recipe.trainer, method=method, loader=loader, views=recipe.views, schedules=schedules, probe=probe, folder=folder, device=device
+    )
+    _announce(recipe, schedules, len(source), device, console)
+    for caution in method.cautions(len(source), batch_size):
+        warn(caution)
+    if distributed.is_main():
+        folder.write_json("environment.json", describe_environment(device))
+    result = trainer.fit()
+    _summarise(recipe, result, trainer, probe, folder, console)
+    return result
+
+
+def _check_view_sizes(recipe: PretrainRecipe, patch: int) -> None:
+    for key in ("global_size", "local_size"):
+        size = getattr(recipe.views, key)
+        if size < patch:
+            raise RecipeError(f"views.{key} {size} is smaller than one {patch}-px patch of {recipe.backbone.name}")
+
+
+def _announce(recipe: PretrainRecipe, schedules: Schedules, num_images: int, device: torch.device, console: Console) -> None:
+    """Derived values, said once: nothing hides behind a default."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    views = recipe.views
+    console.print(
+        f"{recipe.method.name} on {recipe.data.source}: {num_images:,} images, {schedules.steps_per_epoch} steps an epoch, "
+        f"{schedules.num_steps:,} steps\n"
+        f"{recipe.backbone.name}, {views.num_global} x {views.global_size} px + {views.num_local} x {views.local_size} px views, "
+        f"batch {recipe.trainer.batch_size}, peak learning rate {recipe.optimizer.peak_learning_rate(recipe.trainer.batch_size):.3g}, "
+        f"{recipe.trainer.precision}, {distributed.world_size()} x {name}",
+        markup=False, emoji=False,
+        soft_wrap=True,
+    )
+
+
+def _summarise(
+    recipe: PretrainRecipe, result: FitResult, trainer: Trainer, probe: Probe | None, folder: RunFolder, console: Console
+) -> None:
+    """The last lines of a run: what was reached, and where it is."""
+    raw_pixels = probe.raw_pixel_knn() if probe is not None and result.finished else None  # all ranks take part
+    if not distributed.is_main():
+        return
+    say: Callable[[str], None] = lambda text: console.print(text, markup=False, emoji=False, soft_wrap=True)  # noqa: E731
+    if not result.finished:
+        say(f"stopped at step {result.step} of {trainer.end_step}; a checkpoint is saved, the same command continues")
+        return
+    early = f" (of {trainer.schedules.num_steps}: trainer.max_steps)" if trainer.end_step < trainer.schedules.num_steps else ""
+    say(f"finished: {result.step} steps{early} are done; for more, raise trainer.max_steps or choose another --output")
+    probed = [row for row in read_metrics(folder.path / "metrics.jsonl") if "knn_top1" in row]
+    if probed and raw_pixels is not None:
+        first, last = probed[0], probed[-1]
+        say(
+            f"k-NN accuracy of the teacher (k = {recipe.probes.num_neighbours}): {first['knn_top1']:.1f} % at step {int(first['step'])}, "
+            f"{last['knn_top1']:.1f} % at step {int(last['step'])} ({last['knn_top1'] - first['knn_top1']:+.1f} points); "
+            f"raw pixels: {raw_pixels:.1f} %"
+        )
+    say(f"run folder: {folder.path} (backbone.safetensors, metrics.jsonl, recipe.yaml, checkpoints/, tensorboard/)")

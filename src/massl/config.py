@@ -1,0 +1,130 @@
+"""Settings: frozen, validated objects; YAML files and dotted overrides become one of them.
+
+A part's settings live beside the part (`MemorySettings` in nn/memory.py and so on) and derive from `Settings`. Here is only what they
+share: the base class, errors that say what to type instead, reading YAML, merging overrides, and the fingerprint of a resolved recipe.
+"""
+
+import difflib
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+SettingsType = TypeVar("SettingsType", bound="Settings")
+
+
+class MasslError(Exception):
+    """Something the user can mend; the message says how. Anything else that escapes is a bug of massl's."""
+
+
+class RecipeError(MasslError, ValueError):
+    """A recipe or an override is wrong; the message says what to change."""
+
+
+class Settings(BaseModel):
+    """Base of all settings: cannot be changed after creation, refuses keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def closest(word: str, candidates: typing.Iterable[str]) -> str:
+    """' Did you mean X?' for the nearest candidate, or nothing."""
+    matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def validate(settings_type: type[SettingsType], values: Mapping[str, Any], *, origin: str) -> SettingsType:
+    """Build settings from plain values; every problem is named with its dotted key."""
+    unknown = _unknown_keys(settings_type, values, prefix="")
+    if unknown:
+        raise RecipeError(f"{origin}: " + " ".join(unknown))
+    try:
+        return settings_type.model_validate(dict(values))
+    except ValidationError as error:
+        raise RecipeError(f"{origin}: {explain(error)}") from None
+
+
+def explain(error: ValidationError) -> str:
+    """Each problem with its dotted key and, where it is a single value, the value given."""
+    problems = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        given = "" if isinstance(problem["input"], Mapping | BaseModel) else f" (got {problem['input']!r})"
+        problems.append(f"{key}: {message}{given}" if key else f"{message}{given}")
+    return "; ".join(problems)
+
+
+def _unknown_keys(settings_type: type[Settings], values: Mapping[str, Any], prefix: str) -> list[str]:
+    problems = []
+    for key, value in values.items():
+        field = settings_type.model_fields.get(str(key))
+        if field is None:
+            problems.append(f"unknown key {prefix}{key}.{closest(str(key), settings_type.model_fields)}")
+            continue
+        nested = _nested_settings(field.annotation)
+        if nested is not None and isinstance(value, Mapping):
+            problems.extend(_unknown_keys(nested, value, prefix=f"{prefix}{key}."))
+    return problems
+
+
+def _nested_settings(annotation: Any) -> type[Settings] | None:
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    for option in options:
+        if isinstance(option, type) and issubclass(option, Settings):
+            return option
+    return None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} holds no recipe: expected sections such as 'data:' and 'trainer:'")
+    return values
+
+
+def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with dotted overrides applied: merge({"trainer": {"epochs": 1}}, {"trainer.epochs": 2})."""
+    merged: dict[str, Any] = json.loads(json.dumps(values))
+    for dotted, value in overrides.items():
+        *parents, last = dotted.split(".")
+        section = merged
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise RecipeError(f"override {dotted}: {parent} is a value, not a section")
+        section[last] = value
+    return merged
+
+
+def flatten(settings: Settings) -> dict[str, Any]:
+    """Dotted key -> plain value, the form in which two recipes are compared."""
+    flat: dict[str, Any] = {}
+
+    def visit(values: Mapping[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            if isinstance(value, Mapping):
+                visit(value, f"{prefix}{key}.")
+            else:
+                flat[prefix + key] = value
+
+    visit(settings.model_dump(mode="json"), "")
+    return flat
+
+
+def fingerprint(values: Mapping[str, Any]) -> str:
+    """Short digest of plain values, equal exactly when they are equal."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def to_yaml(settings: Settings) -> str:
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)

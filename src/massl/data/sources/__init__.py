@@ -1,0 +1,43 @@
+"""Sources of images, one file per storage; `open_source` picks one by URI."""
+
+import re
+from pathlib import Path
+from typing import Protocol
+
+from massl.config import closest
+from massl.data.sources.array import open_npz
+from massl.data.sources.base import DataError, EncodedImage, ImageSource
+from massl.data.sources.demo import open_demo
+from massl.data.sources.folder import FolderSource, open_folder
+from massl.data.sources.torchvision_set import open_torchvision
+
+__all__ = ["DataError", "EncodedImage", "ImageSource", "open_source"]
+
+
+class Opener(Protocol):
+    def __call__(self, location: str, *, name: str) -> ImageSource:
+        """Open what follows the scheme; `name` is the whole URI."""
+        ...
+
+
+OPENERS: dict[str, Opener] = {"folder": open_folder, "demo": open_demo, "torchvision": open_torchvision}
+
+
+def open_source(uri: str | Path) -> ImageSource:
+    """Open `scheme:location`, or a plain path: a folder, or an archive when it ends in .npz."""
+    scheme = re.match(r"([A-Za-z][\w+-]*):", uri) if isinstance(uri, str) else None
+    if scheme is None:
+        return _open_path(uri)
+    opener = OPENERS.get(scheme[1])
+    if opener is None:
+        schemes = ", ".join(f"{known}:" for known in OPENERS)
+        raise DataError(f"{uri}: unknown scheme {scheme[1]!r}.{closest(scheme[1], OPENERS)} Use {schemes} or a path (./{uri} if it is one)")
+    return opener(str(uri)[scheme.end() :], name=str(uri))
+
+
+def _open_path(path: str | Path) -> ImageSource:
+    name = str(path)
+    if not name:
+        raise DataError("no images given; set --data.source to a folder, a .npz archive, demo:train or torchvision:NAME")
+    expanded = Path(path).expanduser()
+    return open_npz(expanded, name=name) if expanded.suffix == ".npz" else FolderSource(expanded, name=name)

@@ -1,0 +1,55 @@
+"""Images of one size held in memory as an array, read from a .npz archive."""
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from massl.data.sources.base import DataError, EncodedImage, Pixels
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ArraySource:
+    """Images as rows of one array; a negative label says that the image has none."""
+
+    name: str
+    pixels: Pixels  # [N, H, W] or [N, H, W, 3]
+    labels: NDArray[np.integer] | None  # [N]
+    class_names: tuple[str, ...] | None
+    key_prefix: str
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def read(self, index: int) -> EncodedImage:
+        return EncodedImage(data=self.pixels[index], label=self.label_of(index), key=self.key_of(index))
+
+    def label_of(self, index: int) -> int | None:
+        return None if self.labels is None or self.labels[index] < 0 else int(self.labels[index])
+
+    def key_of(self, index: int) -> str:
+        return f"{self.key_prefix}/{index}"
+
+
+def open_npz(path: Path, *, name: str) -> ArraySource:
+    """An archive with `images` and, where they are known, integer `labels`."""
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:  # TypeError: a single array is no archive
+            arrays = {key: archive[key] for key in ("images", "labels") if key in archive.files}
+    except FileNotFoundError:
+        raise DataError(f"{path} is not there; expected a .npz archive with 'images'") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, TypeError) as error:
+        raise DataError(f"{path} is not a .npz archive of plain arrays ({error}); write it with numpy.savez(path, images=...)") from None
+    images, labels = arrays.get("images"), arrays.get("labels")
+    if images is None:
+        raise DataError(f"{path} has no array 'images'; write it with numpy.savez(path, images=..., labels=...)")
+    if images.dtype != np.uint8 or not (images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)) or images.size == 0:
+        raise DataError(f"{path}: 'images' is {images.dtype} {list(images.shape)}; expected uint8 [N, H, W] or [N, H, W, 3] with N > 0")
+    if labels is not None and (labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer)):
+        raise DataError(f"{path}: 'labels' is {labels.dtype} {list(labels.shape)}; expected one integer for each of {len(images)} images")
+    num_classes = 0 if labels is None else int(labels.max()) + 1
+    class_names = tuple(str(label) for label in range(num_classes)) if num_classes > 0 else None
+    images.setflags(write=False)
+    return ArraySource(name=name, pixels=images, labels=labels, class_names=class_names, key_prefix=path.stem)

@@ -1,0 +1,110 @@
+"""Folders of image files: one folder per class, or photos in any nesting without labels."""
+
+import os
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, get_args
+
+from massl.config import closest
+from massl.data.sources.base import DataError, EncodedImage, split_query
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+
+LabelRule = Literal["auto", "none", "folders"]
+
+
+class FolderSource:
+    """The images below `root`, sorted by folder and name whatever order the file system lists them in.
+
+    With `labels="auto"` the folders directly below `root` are classes when all images lie inside at least two of them.
+    """
+
+    pixels = None
+
+    def __init__(self, root: Path, *, name: str, labels: LabelRule = "auto") -> None:
+        if not root.is_dir():
+            raise DataError(f"{root} is {'a file, not a folder' if root.exists() else 'not there'}; expected a folder of images")
+        self.name = name
+        self._root = root
+        # One string of all file names with their ends: the 1.28 million of ImageNet take 36 MB, a list of paths 112 MB.
+        self._file_names = bytearray()
+        self._file_name_ends = array("q")
+        self._folders: list[str] = []
+        self._folder_ends = array("q")  # position after the last image of each folder
+        for folder, file_names in _folders_with_images(root, "", ancestors=()):
+            for file_name in file_names:
+                self._file_names += os.fsencode(file_name)
+                self._file_name_ends.append(len(self._file_names))
+            self._folders.append(folder)
+            self._folder_ends.append(len(self._file_name_ends))
+        if not self._folders:
+            raise DataError(f"{root} holds no images; expected {' '.join(IMAGE_SUFFIXES)} or class folders of them")
+        self.class_names, self._folder_labels = self._find_classes(labels)
+
+    def _find_classes(self, labels: LabelRule) -> tuple[tuple[str, ...] | None, list[int]]:
+        top_folders = [folder.partition("/")[0] for folder in self._folders]
+        class_names = tuple(dict.fromkeys(top_folders))
+        images_in_root = "" in class_names
+        if labels == "folders" and images_in_root:
+            raise DataError(f"{self._root}: labels=folders needs every image inside a class folder, but {self.key_of(0)} lies beside them")
+        if labels == "none" or images_in_root or (labels == "auto" and len(class_names) < 2):
+            return None, []
+        label_of_class = {class_name: label for label, class_name in enumerate(class_names)}
+        return class_names, [label_of_class[top_folder] for top_folder in top_folders]
+
+    def __len__(self) -> int:
+        return len(self._file_name_ends)
+
+    def read(self, index: int) -> EncodedImage:
+        key = self.key_of(index)
+        return EncodedImage(data=(self._root / key).read_bytes(), label=self.label_of(index), key=key)
+
+    def label_of(self, index: int) -> int | None:
+        return None if self.class_names is None else self._folder_labels[bisect_right(self._folder_ends, index)]
+
+    def key_of(self, index: int) -> str:
+        folder = self._folders[bisect_right(self._folder_ends, index)]
+        start = self._file_name_ends[index - 1] if index > 0 else 0
+        file_name = os.fsdecode(bytes(self._file_names[start : self._file_name_ends[index]]))
+        return f"{folder}/{file_name}" if folder else file_name
+
+
+def _folders_with_images(path: Path, relative: str, ancestors: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, list[str]]]:
+    """Each folder that holds images directly, depth first, as (path relative to the root, sorted file names); hidden names are left out."""
+    file_names, folder_names = [], []
+    try:
+        status = path.stat()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    folder_names.append(entry.name)
+                elif entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.is_file():
+                    file_names.append(entry.name)
+    except OSError as error:
+        raise DataError(f"{path} cannot be listed: {error.strerror}") from None
+    identity = (status.st_dev, status.st_ino)
+    if identity in ancestors:  # a link that leads back to a folder it lies in
+        return
+    if file_names:
+        yield relative, sorted(file_names)
+    for folder_name in sorted(folder_names):
+        below = f"{relative}/{folder_name}" if relative else folder_name
+        yield from _folders_with_images(path / folder_name, below, (*ancestors, identity))
+
+
+def open_folder(location: str, *, name: str) -> FolderSource:
+    """`folder:PATH?labels=none|folders`; without labels= the layout decides."""
+    path, parameters = split_query(location)
+    for parameter in parameters.keys() - {"labels"}:
+        raise DataError(
+            f"{name}: a folder has no parameter {parameter!r}.{closest(parameter, ['labels'])} Use ?labels=none or ?labels=folders"
+        )
+    labels = parameters.get("labels", "auto")
+    for rule in get_args(LabelRule):
+        if labels == rule:
+            return FolderSource(Path(path).expanduser(), name=name, labels=rule)
+    raise DataError(f"{name}: labels={labels} is unknown; use labels=none, labels=folders or leave it out")

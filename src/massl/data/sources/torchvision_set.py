@@ -1,0 +1,123 @@
+"""`torchvision:NAME?key=value&...`: any image set of torchvision, with its constructor's arguments as parameters."""
+
+import inspect
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+from PIL import Image
+
+from massl.config import closest
+from massl.data.sources.base import DataError, EncodedImage, Pixels, split_query
+
+# Where torchvision's sets keep their labels (CIFAR, DTD and Pets, SVHN and STL10, Caltech101), or pairs of path and label (ImageNet, Cars).
+LABEL_ATTRIBUTES = ("targets", "_labels", "labels", "y", "samples", "_samples")
+
+
+class _Dataset(Protocol):
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> tuple[Any, Any]: ...
+
+
+class TorchvisionSource:
+    """Images and labels as the set delivers them: no turning by EXIF, which published scores on these sets do not use either."""
+
+    def __init__(self, dataset: _Dataset, *, name: str) -> None:
+        self.name = name
+        self._dataset = dataset
+        first = dataset[0] if len(dataset) > 0 else None
+        if not isinstance(first, tuple) or not isinstance(first[0], Image.Image):
+            raise DataError(f"{name} delivers no single images; choose an image classification set")
+        self.pixels = _pixels_in_memory(dataset, first_image=_raw_pixels(first[0]))
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, index: int) -> EncodedImage:
+        image, _ = self._dataset[index]
+        return EncodedImage(data=_raw_pixels(image), label=self.label_of(index), key=self.key_of(index))
+
+    def label_of(self, index: int) -> int | None:
+        return None if self._labels is None or self._labels[index] < 0 else int(self._labels[index])
+
+    def key_of(self, index: int) -> str:
+        return f"{type(self._dataset).__name__}/{index}"
+
+    @cached_property
+    def class_names(self) -> tuple[str, ...] | None:
+        if self._labels is None or self._labels.max() < 0:
+            return None
+        names: Sequence[Any] = getattr(self._dataset, "classes", None) or range(int(self._labels.max()) + 1)
+        return tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in names)  # ImageNet: a tuple of synonyms
+
+    @cached_property
+    def _labels(self) -> NDArray[np.int64] | None:
+        for attribute in LABEL_ATTRIBUTES:
+            labels = _as_labels(getattr(self._dataset, attribute, None), num_images=len(self))
+            if labels is not None:
+                return labels
+        if _as_labels([self._dataset[0][1]], num_images=1) is None:  # boxes, captions, masks
+            return None
+        # The set keeps no list (PCAM, FakeData): one pass over its items.
+        return _as_labels([self._dataset[index][1] for index in range(len(self))], num_images=len(self))
+
+
+def _as_labels(values: Any, *, num_images: int) -> NDArray[np.int64] | None:
+    if not isinstance(values, list | tuple | np.ndarray | torch.Tensor) or len(values) != num_images:
+        return None
+    if isinstance(values[0], tuple):
+        values = [pair[-1] for pair in values]
+    if not all(isinstance(value, int | np.integer) or (isinstance(value, torch.Tensor) and value.ndim == 0) for value in values[:1]):
+        return None
+    labels = np.asarray(values)
+    return labels.astype(np.int64) if labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer) else None
+
+
+def _raw_pixels(image: Image.Image) -> Pixels:
+    return np.asarray(image if image.mode in ("L", "RGB") else image.convert("RGB"))
+
+
+def _pixels_in_memory(dataset: _Dataset, *, first_image: Pixels) -> Pixels | None:
+    """The set's own array (CIFAR, MNIST and kin), provided that its first image is the one the set delivers."""
+    data = getattr(dataset, "data", None)
+    pixels = data.numpy() if isinstance(data, torch.Tensor) else data
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or len(pixels) != len(dataset):
+        return None
+    return pixels if np.array_equal(pixels[0], first_image) else None
+
+
+def open_torchvision(location: str, *, name: str) -> TorchvisionSource:
+    try:
+        from torchvision import datasets  # here: only this scheme pays its second of import time
+    except ImportError:
+        raise DataError(f"{name} needs torchvision; install it with: pip install torchvision") from None
+    set_name, parameters = split_query(location)
+    known = [candidate for candidate in datasets.__all__ if inspect.isclass(getattr(datasets, candidate))]
+    if set_name not in known:
+        raise DataError(f"{name}: torchvision has no set {set_name!r}.{closest(set_name, known)}")
+    dataset_type = getattr(datasets, set_name)
+    arguments = _constructor_arguments(dataset_type, parameters, name=name)
+    try:
+        dataset = dataset_type(**arguments)
+    except ImportError as error:
+        raise DataError(f"{name} needs a package that is not installed: {error}; install it with pip") from None
+    except (RuntimeError, OSError, ValueError, TypeError) as error:
+        advice = f"expected its files below {arguments['root']!r}; choose the folder with root=DIR" if "root" in arguments else ""
+        if arguments.get("download") is False:
+            advice += " or add download=true to the parameters after '?'"
+        raise DataError(f"{name} cannot be opened: {error}; {advice}") from None
+    return TorchvisionSource(dataset, name=name)
+
+
+def _constructor_arguments(dataset_type: type, parameters: dict[str, str], *, name: str) -> dict[str, Any]:
+    accepted = inspect.signature(dataset_type).parameters
+    arguments = {key: default for key, default in (("root", "data"), ("download", False)) if key in accepted}
+    for key, text in parameters.items():
+        if key not in accepted:
+            raise DataError(f"{name}: {dataset_type.__name__} has no parameter {key!r}.{closest(key, accepted)}")
+        arguments[key] = text if key == "root" else yaml.safe_load(text)  # a root named 2021 stays a name
+    return arguments

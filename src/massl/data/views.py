@@ -1,0 +1,168 @@
+"""Multi-crop views: random crops of each image, coloured, blurred and normalised on the device that holds the pixels.
+
+What happens to a view is a function of (seed, epoch, image, view), so it does not depend on worker, batch size or position in the batch.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from massl.config import Settings
+from massl.keyed_random import bits
+from massl.ops import image_ops
+
+_NUM_TRIES = 10  # of a random crop before the centre of the image is taken, as in torchvision
+
+
+class ViewSettings(Settings):
+    """The views of one image; the defaults are the recipe of MaSSL (2 x 224 + 10 x 96, colour and blur as in BYOL and DINO)."""
+
+    num_global: int = Field(2, ge=2, description="large crops per image")
+    num_local: int = Field(10, ge=0, description="small crops per image")
+    global_size: int = Field(224, ge=1, description="side of a global view in pixels")
+    local_size: int = Field(96, ge=1, description="side of a local view in pixels")
+    global_scale: tuple[float, float] = Field((0.32, 1.0), description="smallest and largest part of the image's area in a global view")
+    local_scale: tuple[float, float] = Field((0.05, 0.32), description="smallest and largest part of the image's area in a local view")
+    aspect_ratio: tuple[float, float] = Field((3 / 4, 4 / 3), description="smallest and largest width / height of a crop")
+    flip_probability: float = Field(0.5, ge=0, le=1, description="how often a view is mirrored")
+    jitter_probability: float = Field(0.8, ge=0, le=1, description="how often colours are jittered")
+    brightness: float = Field(0.4, ge=0, description="jitter: factor drawn from 1 - x to 1 + x")
+    contrast: float = Field(0.4, ge=0, description="jitter: factor drawn from 1 - x to 1 + x")
+    saturation: float = Field(0.2, ge=0, description="jitter: factor drawn from 1 - x to 1 + x")
+    hue: float = Field(0.1, ge=0, le=0.5, description="jitter: turn of the colour wheel drawn from -x to x")
+    grey_probability: float = Field(0.2, ge=0, le=1, description="how often a view loses its colour")
+    first_global_blur_probability: float = Field(1.0, ge=0, le=1, description="how often the first global view is blurred")
+    second_global_blur_probability: float = Field(0.1, ge=0, le=1, description="how often each further global view is blurred")
+    local_blur_probability: float = Field(0.5, ge=0, le=1, description="how often a local view is blurred")
+    blur_sigma: tuple[float, float] = Field((0.1, 2.0), description="smallest and largest sigma of the blur in pixels")
+    solarise_probability: float = Field(0.2, ge=0, le=1, description="how often each global view but the first is solarised")
+    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="subtracted from red, green and blue in [0, 1]")
+    std: tuple[float, float, float] = Field((0.229, 0.224, 0.225), description="what red, green and blue are then divided by")
+
+    @model_validator(mode="after")
+    def _ranges_are_ordered(self) -> Self:
+        for name, largest_allowed in (("global_scale", 1.0), ("local_scale", 1.0), ("aspect_ratio", None), ("blur_sigma", None)):
+            low, high = getattr(self, name)
+            if not 0 < low <= high or (largest_allowed is not None and high > largest_allowed):
+                bound = "" if largest_allowed is None else f" <= {largest_allowed:g}"
+                raise ValueError(f"{name} is [{low}, {high}]; it needs 0 < smallest <= largest{bound}")
+        if min(self.std) <= 0:
+            raise ValueError(f"std is {list(self.std)}; images are divided by it, so all three must be positive")
+        return self
+
+    @property
+    def num_views(self) -> int:
+        return self.num_global + self.num_local
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewBatch:
+    """All views of a batch, normalised, and the numbers of its images."""
+
+    global_views: Tensor  # [G, B, 3, H, W]
+    local_views: Tensor | None  # [L, B, 3, h, w]
+    image_indices: Tensor  # [B] int64 on the CPU: keys of per-image randomness (drop path)
+
+    @property
+    def num_views(self) -> int:
+        return sum(group.shape[0] for group in self.groups())
+
+    def groups(self) -> list[Tensor]:
+        """Views of one size together, global ones first."""
+        return [self.global_views] if self.local_views is None else [self.global_views, self.local_views]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewParameters:
+    """What was drawn for each view of each image, global views first; all on the CPU."""
+
+    boxes: Tensor  # [V, B, 4] int64: top, left, height, width
+    flipped: Tensor  # [V, B] bool, as the other choices
+    jittered: Tensor
+    jitter_factors: Tensor  # [V, B, 4] float32, columns as in image_ops.JITTER_OPERATIONS
+    jitter_order: Tensor  # [V, B, 4] int64: which operation comes first, second ...
+    greyed: Tensor
+    blurred: Tensor
+    blur_sigmas: Tensor  # [V, B] float32
+    solarised: Tensor
+
+    def of_views(self, views: slice) -> "ViewParameters":
+        return ViewParameters(**{field.name: getattr(self, field.name)[views] for field in fields(self)})
+
+
+def draw_parameters(settings: ViewSettings, sizes: Tensor, indices: Tensor, *, seed: int, epoch: int) -> ViewParameters:
+    """Draw for images of `sizes` [B, 2] (height, width) and dataset numbers `indices` [B], both int64 on the CPU."""
+    first = [settings.first_global_blur_probability, 0.0]
+    further = [settings.second_global_blur_probability, settings.solarise_probability]
+    local = [settings.local_blur_probability, 0.0]
+    per_view = torch.tensor([first, *[further] * (settings.num_global - 1), *[local] * settings.num_local])
+    blur_probability, solarise_probability = per_view.T[:, :, None]  # each [V, 1]
+
+    def draw(purpose: str, num_draws: int) -> Tensor:  # -> [num_draws, V, B] float64 in [0, 1)
+        views, pairs = torch.arange(settings.num_views)[:, None, None], torch.arange(num_draws // 2)
+        words = bits(seed, purpose, epoch, indices[:, None], views, pairs).movedim(-1, 0)
+        return torch.cat([words >> 31, words & 0x7FFFFFFF]) * 2.0**-31  # two numbers per key: hashing is most of the cost
+
+    flip, jitter, grey, blur, sigma, solarise, *colours = draw("view looks", 14)
+    strengths, turns = torch.split(torch.stack(colours, dim=-1), 4, dim=-1)  # each [V, B, 4]
+    spreads = (settings.brightness, settings.contrast, settings.saturation)
+    lowest = torch.tensor([*(max(0.0, 1 - spread) for spread in spreads), -settings.hue])
+    highest = torch.tensor([*(1 + spread for spread in spreads), settings.hue])
+    low_sigma, high_sigma = settings.blur_sigma
+    return ViewParameters(
+        boxes=_crop_boxes(settings, sizes, draw("view crops", 2 * _NUM_TRIES + 2)),
+        flipped=flip < settings.flip_probability,
+        jittered=jitter < settings.jitter_probability,
+        jitter_factors=(lowest + strengths * (highest - lowest)).float(),
+        jitter_order=turns.argsort(-1),
+        greyed=grey < settings.grey_probability,
+        blurred=blur < blur_probability,
+        blur_sigmas=(low_sigma + sigma * (high_sigma - low_sigma)).float(),
+        solarised=solarise < solarise_probability,
+    )
+
+
+def _crop_boxes(settings: ViewSettings, sizes: Tensor, draws: Tensor) -> Tensor:  # [B, 2], [2 * tries + 2, V, B] -> [V, B, 4]
+    """Random resized crops by torchvision's rule: the first try that fits the image, else its largest centre of allowed ratio."""
+    image_height, image_width = sizes.double().unbind(1)
+    scales = [settings.global_scale] * settings.num_global + [settings.local_scale] * settings.num_local
+    low_scale, high_scale = torch.tensor(scales, dtype=torch.float64).T[:, :, None]  # each [V, 1]
+    low_ratio, high_ratio = settings.aspect_ratio
+    area_draws, ratio_draws, offset_draws = torch.split(draws, [_NUM_TRIES, _NUM_TRIES, 2])
+    areas = image_height * image_width * (low_scale + area_draws * (high_scale - low_scale))
+    ratios = low_ratio * (high_ratio / low_ratio) ** ratio_draws
+    heights, widths = torch.sqrt(areas / ratios).round(), torch.sqrt(areas * ratios).round()
+    fits = (heights > 0) & (heights <= image_height) & (widths > 0) & (widths <= image_width)
+    first_fit = fits.byte().argmax(0, keepdim=True)
+    fallback_height = torch.minimum(image_height, (image_width / low_ratio).round())
+    fallback_width = torch.minimum(image_width, (image_height * high_ratio).round())
+    fitted = fits.any(0)
+    height = torch.where(fitted, heights.gather(0, first_fit)[0], fallback_height)
+    width = torch.where(fitted, widths.gather(0, first_fit)[0], fallback_width)
+    room = torch.stack([image_height - height, image_width - width])
+    top, left = torch.where(fitted, (offset_draws * (room + 1)).floor(), (room / 2).floor())
+    return torch.stack([top, left, height, width], dim=-1).long()
+
+
+def make_views(pixels: Tensor, sizes: Tensor, indices: Tensor, settings: ViewSettings, *, seed: int, epoch: int) -> ViewBatch:
+    """All views of uint8 `pixels` [B, 3, H, W] (padded, on any device); `sizes` [B, 2] and `indices` [B] stay on the CPU."""
+    parameters = draw_parameters(settings, sizes, indices, seed=seed, epoch=epoch)
+    num_global = settings.num_global
+    global_views = _render(pixels, parameters.of_views(slice(num_global)), settings, settings.global_size)
+    local_parameters = parameters.of_views(slice(num_global, None))
+    local_views = _render(pixels, local_parameters, settings, settings.local_size) if settings.num_local else None
+    return ViewBatch(global_views=global_views, local_views=local_views, image_indices=indices)
+
+
+def _render(pixels: Tensor, parameters: ViewParameters, settings: ViewSettings, size: int) -> Tensor:  # -> [V, B, 3, size, size]
+    views = image_ops.crop_resize(pixels, parameters.boxes, size=size, flip=parameters.flipped)
+    flat = views.view(-1, 3, size, size)
+    factors, order = parameters.jitter_factors.view(-1, 4), parameters.jitter_order.view(-1, 4)
+    image_ops.update_rows(flat, parameters.jittered.view(-1), image_ops.colour_jitter, factors, order)
+    image_ops.update_rows(flat, parameters.greyed.view(-1), image_ops.grey)
+    image_ops.update_rows(flat, parameters.blurred.view(-1), image_ops.gaussian_blur, parameters.blur_sigmas.view(-1))
+    image_ops.update_rows(flat, parameters.solarised.view(-1), image_ops.solarise)
+    return image_ops.normalise(views, settings.mean, settings.std)

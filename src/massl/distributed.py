@@ -1,0 +1,90 @@
+"""Data parallelism: the only file that imports torch.distributed. Every function works in a single process too."""
+
+import contextlib
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def start(device_type: str) -> None:
+    """Join the process group that torchrun describes in the environment; nothing to do for a single process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return
+    if device_type == "cuda":
+        torch.cuda.set_device(local_rank())
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=30))
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def local_rank() -> int:
+    """Which device of its machine this process uses."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def gather_rows(rows: Tensor) -> Tensor:  # [n, ...] on each rank -> [n * world_size, ...], in rank order
+    """The rows of all ranks, one below the other; no gradient. Every rank must bring the same number."""
+    if world_size() == 1:
+        return rows
+    gathered = [torch.empty_like(rows) for _ in range(world_size())]
+    dist.all_gather(gathered, rows.contiguous())
+    return torch.cat(gathered)
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    if world_size() == 1:
+        return value
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total / world_size()
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on any rank, so that all ranks leave the loop at the same step."""
+    if world_size() == 1:
+        return flag
+    return bool(mean_over_ranks(torch.tensor(float(flag), device=device)) > 0)
+
+
+def data_parallel(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module with its gradients averaged over ranks; the module itself in a single process.
+
+    Buffers are not broadcast: the memory is the same on all ranks by construction, because all enqueue the gathered rows.
+    """
+    if world_size() == 1:
+        return module
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(module) if device.type == "cuda" else module
+    return DistributedDataParallel(
+        synchronised, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False
+    )
+
+
+def without_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Gradients computed inside are added up locally; the next backward outside averages them all."""
+    if isinstance(module, DistributedDataParallel):
+        return module.no_sync()
+    return contextlib.nullcontext()

@@ -1,0 +1,106 @@
+"""Random numbers that are a function of a key, not of history.
+
+Every random choice of a run is drawn from a key such as ``(seed, "crop", epoch, image, view)``. The same key gives the same bits on any
+device, in any process, before and after a restart, so there is no generator state to save. Key parts are integers, strings or integer
+tensors; tensors broadcast against each other, so one call draws a whole batch.
+
+The bits come from two 32-bit lanes, each mixed with the multiply-xorshift permutation of Wellons' hash-prospector ("lowbias32"). Both
+multipliers are below 2**31, so every product fits a signed 64-bit integer and the result is exact on every backend.
+"""
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+KeyPart = int | str | Tensor
+Key = KeyPart | Sequence[KeyPart]
+
+_MASK32 = 0xFFFFFFFF
+_FIRST_LANE_START = 0x243F6A88  # digits of pi: any two different constants will do
+_SECOND_LANE_START = 0x13198A2E
+
+
+def _mix32(word: Tensor) -> Tensor:
+    word = word ^ (word >> 16)
+    word = (word * 0x21F0AAAD) & _MASK32
+    word = word ^ (word >> 15)
+    word = (word * 0x735A2D97) & _MASK32
+    return word ^ (word >> 15)
+
+
+def _flatten(key: Sequence[Key]) -> list[KeyPart]:
+    parts: list[KeyPart] = []
+    for part in key:
+        if isinstance(part, int | str | Tensor):
+            parts.append(part)
+        else:
+            parts.extend(_flatten(part))
+    return parts
+
+
+def _as_words(part: KeyPart, device: torch.device) -> Tensor:
+    if isinstance(part, str):
+        part = zlib.crc32(part.encode()) | (1 << 40)  # bit 40: no small integer equals a word
+    if isinstance(part, int):
+        if not -(1 << 63) <= part < 1 << 63:
+            raise ValueError(f"the key part {part} does not fit 64 bits")
+        return torch.full((), part, dtype=torch.int64, device=device)
+    if part.is_floating_point():
+        raise TypeError("a key holds integers and strings; a floating-point tensor cannot be part of one")
+    return part.to(device=device, dtype=torch.int64)
+
+
+def _lanes(key: Sequence[Key], device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+    parts = _flatten(key)
+    if not parts:
+        raise ValueError("a key needs at least one part")
+    if device is None:
+        device = next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
+    device = torch.device(device)
+    first = torch.full((), _FIRST_LANE_START, dtype=torch.int64, device=device)
+    second = torch.full((), _SECOND_LANE_START, dtype=torch.int64, device=device)
+    for part in parts:
+        words = _as_words(part, device)
+        low, high = words & _MASK32, (words >> 32) & _MASK32
+        first = _mix32((first ^ low) + high & _MASK32)
+        second = _mix32((second + low & _MASK32) ^ _mix32(first ^ high))
+    return _mix32(first ^ second), _mix32((first + second * 3) & _MASK32)
+
+
+def bits(*key: Key, device: torch.device | str | None = None) -> Tensor:
+    """62 random bits per key, as int64 >= 0."""
+    first, second = _lanes(key, device)
+    return ((first & 0x7FFFFFFF) << 31) | (second & 0x7FFFFFFF)
+
+
+def uniform(*key: Key, low: float = 0.0, high: float = 1.0, device: torch.device | str | None = None) -> Tensor:
+    """Float32 numbers in [low, high), one per key; 24 random bits each, so exact on every device for [0, 1)."""
+    first, _ = _lanes(key, device)
+    unit = (first >> 8).to(torch.float32) * 2.0**-24
+    return unit if (low, high) == (0.0, 1.0) else low + unit * (high - low)
+
+
+def integers(*key: Key, upper: int | Tensor, device: torch.device | str | None = None) -> Tensor:
+    """Int64 numbers in [0, upper), one per key (62 bits modulo `upper`: the bias is below 2**-30 for any count of images)."""
+    return bits(*key, device=device) % upper
+
+
+def normal(*key: Key, device: torch.device | str | None = None) -> Tensor:
+    """Float32 standard normal numbers, one per key (Box and Muller, 1958)."""
+    first, second = _lanes(key, device)
+    radius = torch.sqrt(-2.0 * torch.log(((first >> 8) + 1).to(torch.float32) * 2.0**-24))
+    return radius * torch.cos((2.0 * math.pi * 2.0**-24) * (second >> 8).to(torch.float32))
+
+
+def permutation(num_items: int, *key: Key, device: torch.device | str | None = None) -> Tensor:  # -> [num_items]
+    """A random order of range(num_items): its items sorted by their own random bits."""
+    items = torch.arange(num_items, device=device)
+    return torch.argsort(bits(key, items), stable=True)
+
+
+def seed_from(*key: Key) -> int:
+    """An integer seed for libraries that only accept one."""
+    return int(bits(*key))

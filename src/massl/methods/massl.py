@@ -1,0 +1,156 @@
+"""MaSSL: Learning from Memory (Silva, Pedrini and Ramírez Rivera, ICML 2024).
+
+Each step:
+    blocks    = random partition of the memory                         # past teacher embeddings
+    student   = head(backbone(every view))                             # unit vectors
+    teacher   = the same with EMA weights, global views only, no gradient
+    loss      = mean over blocks and over pairs of different views of
+                cross_entropy(softmax(teacher . block / tau_t), softmax(student . block / tau_s))
+    after the optimiser step: teacher <- EMA of student; memory <- teacher embeddings of the second global view
+Nothing else keeps it from collapsing: no centring, no prototypes, no regulariser, only the randomness of the blocks.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from massl import distributed, keyed_random
+from massl.config import Settings
+from massl.data.views import ViewBatch
+from massl.methods.base import Method, StepHyper, StepOutput, TeacherSettings
+from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
+from massl.nn.ema import move_towards
+from massl.nn.heads import HeadSettings, ProjectionHead
+from massl.nn.memory import MemoryBank, MemorySettings
+from massl.ops.memory_attention import block_entropy, memory_loss
+from massl.ops.spectrum import embedding_spread
+
+# The teacher view that enters the memory: the second global one, with solarisation and little blur (figure 1 and the authors' code;
+# the paper's pseudo-code names the first).
+_ENQUEUED_VIEW = 1
+
+
+class MaSSLSettings(Settings):
+    name: Literal["massl"] = "massl"
+    student_temperature: float = Field(default=0.1, gt=0.0, description="temperature of the student's softmax over memory rows")
+    teacher: TeacherSettings = TeacherSettings()
+    head: HeadSettings = HeadSettings()
+    memory: MemorySettings = MemorySettings()
+
+
+class Encoder(nn.Module):
+    """Backbone and projection head: views in, unit embeddings out."""
+
+    def __init__(self, backbone: Backbone, head: ProjectionHead) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(
+        self, view_groups: list[Tensor], sample_keys: Tensor | None = None
+    ) -> Tensor:  # groups of [V_i, B, 3, H_i, W_i], [sum V_i, B] -> [sum V_i, B, D]
+        """One pass per size of view, then the head once over all."""
+        features, first = [], 0
+        for group in view_groups:
+            num_views, num_images = group.shape[:2]
+            keys = None if sample_keys is None else sample_keys[first : first + num_views].flatten()
+            features.append(self.backbone(group.flatten(0, 1), keys).pooled)
+            first += num_views
+        embeddings: Tensor = self.head(torch.cat(features))
+        return embeddings.reshape(first, num_images, -1)
+
+
+class MaSSL(Method):
+    def __init__(self, settings: MaSSLSettings, backbone: BackboneSettings, *, seed: int) -> None:
+        super().__init__()
+        self.settings = settings
+        self.seed = seed
+        self.has_drop_path = backbone.drop_path_rate > 0.0
+        self.student = self._encoder(backbone, drop_path_rate=backbone.drop_path_rate)
+        self.teacher = self._encoder(backbone, drop_path_rate=0.0).requires_grad_(False)
+        self.memory = MemoryBank(settings.memory.num_rows, settings.head.out_dim, seed=seed)
+
+    def _encoder(self, backbone_settings: BackboneSettings, *, drop_path_rate: float) -> Encoder:
+        backbone = build_backbone(backbone_settings, seed=self.seed, drop_path_rate=drop_path_rate)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(keyed_random.seed_from(self.seed, "head"))
+            return Encoder(backbone, ProjectionHead(backbone.dim, self.settings.head))
+
+    def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
+        student = self.student(views.groups(), self._drop_path_keys(views, hyper))
+        with torch.no_grad():
+            teacher = self.teacher([views.global_views])
+        device_type = student.device.type
+        loss = memory_loss(
+            student,
+            teacher,
+            self._blocks(hyper.step),
+            student_temperature=self.settings.student_temperature,
+            teacher_temperature=hyper.teacher_temperature,
+            operand_dtype=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
+        )
+        return StepOutput(loss=loss, metrics={}, carry={"memory_rows": teacher[_ENQUEUED_VIEW]})
+
+    def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
+        move_towards(self.teacher, self.student, momentum=hyper.momentum)
+        self.memory.enqueue(distributed.gather_rows(output.carry["memory_rows"]))
+
+    def backbone_to_evaluate(self) -> Backbone:
+        return self.teacher.backbone
+
+    def _blocks(self, step: int) -> Tensor:
+        memory = self.settings.memory
+        if not memory.random_blocks:
+            return self.memory.storage_blocks(memory.block_size)
+        return self.memory.random_blocks(memory.block_size, key=(self.seed, step))
+
+    def _drop_path_keys(self, views: ViewBatch, hyper: StepHyper) -> Tensor | None:  # -> [V, B]
+        if not (self.has_drop_path and self.training):
+            return None
+        view_numbers = torch.arange(views.num_views)[:, None]
+        keys = keyed_random.bits(self.seed, "drop path", hyper.step, views.image_indices[None, :], view_numbers)
+        return keys.to(views.global_views.device, non_blocking=True)
+
+    @torch.no_grad()
+    def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:
+        embeddings = self.teacher.head(features)
+        blocks = self._blocks(hyper.step)
+        return {
+            "embedding_spread": embedding_spread(embeddings),
+            "teacher_entropy": float(block_entropy(embeddings, blocks, hyper.teacher_temperature)),
+            "memory_winner_share": winner_share(embeddings, blocks),
+        }
+
+    def collapse_signs(self, metrics: Mapping[str, float]) -> list[str]:
+        signs = []
+        most = math.log(self.settings.memory.block_size)
+        if metrics["loss"] > 0.995 * most:
+            signs.append(f"the loss {metrics['loss']:.3f} is that of random guessing over a block (ln {self.settings.memory.block_size} = {most:.3f})")
+        if metrics["teacher_entropy"] < 0.05:
+            signs.append(f"the teacher puts all weight on one memory row (entropy {metrics['teacher_entropy']:.3f} nats)")
+        if metrics["embedding_spread"] < 0.02:
+            signs.append(f"all embeddings are nearly the same vector (spread {metrics['embedding_spread']:.4f} of 1)")
+        return signs
+
+    def cautions(self, num_images: int, batch_size: int) -> list[str]:
+        num_rows = self.settings.memory.num_rows
+        found = []
+        if num_rows > num_images:
+            found.append(
+                f"the memory (method.memory.num_rows = {num_rows:,}) is larger than the data set ({num_images:,} images): it holds several "
+                "embeddings of the same image, and a view is asked to match its own past. Lower it below the number of images."
+            )
+        if num_rows % self.settings.memory.block_size:
+            left_out = num_rows % self.settings.memory.block_size
+            found.append(f"method.memory.num_rows is no multiple of block_size: {left_out:,} random rows stay unused each step.")
+        return found
+
+
+def winner_share(queries: Tensor, blocks: Tensor) -> float:  # [N, D], [B, N_b, D] -> number in (0, 1]
+    """Of the memory rows that could be the nearest one of some query, the share that is: low when a few rows attract everything."""
+    num_winners = sum(int(torch.unique((queries @ block.T).argmax(dim=1)).numel()) for block in blocks)
+    return num_winners / (blocks.shape[0] * min(blocks.shape[1], queries.shape[0]))

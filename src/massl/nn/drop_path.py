@@ -1,0 +1,40 @@
+"""Stochastic depth whose coin flips are handed in, so that they can be keyed by image, view and step."""
+
+import timm.layers
+import torch
+from torch import Tensor, nn
+
+from massl import keyed_random
+
+
+class KeyedDropPath(nn.Module):
+    """Multiplies each sample's residual branch by 0 or 1 / keep; `scales` is set before each forward pass of the backbone."""
+
+    def __init__(self, drop_probability: float) -> None:
+        super().__init__()
+        self.drop_probability = drop_probability
+        self.scales: Tensor | None = None  # [B]; None: the branch is kept as it is
+
+    def forward(self, branch: Tensor) -> Tensor:  # [B, ...]
+        if self.scales is None:
+            return branch
+        return branch * self.scales.to(branch.dtype).reshape(-1, *[1] * (branch.dim() - 1))
+
+
+def replace_drop_paths(model: nn.Module) -> list[KeyedDropPath]:
+    """Swap every timm DropPath of the model for a keyed one, in place; returns them in order."""
+    replaced = []
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, timm.layers.DropPath):
+                keyed = KeyedDropPath(float(child.drop_prob or 0.0))
+                setattr(parent, name, keyed)
+                replaced.append(keyed)
+    return replaced
+
+
+def draw_scales(drop_paths: list[KeyedDropPath], sample_keys: Tensor) -> Tensor:  # [B] -> [num_drop_paths, B]
+    """For each layer and sample: 0 with the layer's drop probability, else 1 / (1 - probability)."""
+    keep = torch.tensor([1.0 - drop_path.drop_probability for drop_path in drop_paths], device=sample_keys.device)[:, None]
+    layers = torch.arange(len(drop_paths), device=sample_keys.device)[:, None]
+    return (keyed_random.uniform("drop path", layers, sample_keys[None, :]) < keep) / keep

@@ -1,0 +1,79 @@
+"""The memory of MaSSL: a ring of past teacher embeddings, cut into random blocks each step."""
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from massl import keyed_random
+from massl.config import Settings
+
+
+class MemorySettings(Settings):
+    num_rows: int = Field(default=65_536, gt=0, description="K: how many past teacher embeddings the memory holds")
+    block_size: int = Field(default=16_384, gt=0, description="N_b: rows per block; K // N_b blocks are drawn each step")
+    random_blocks: bool = Field(
+        default=True, description="cut the memory along a new permutation each step; False cuts it in storage order, an ablation that collapses"
+    )
+
+    @model_validator(mode="after")
+    def _blocks_fit(self) -> "MemorySettings":
+        if self.block_size > self.num_rows:
+            raise ValueError(
+                f"a block of {self.block_size} rows does not fit a memory of {self.num_rows}: lower block_size or raise num_rows to a multiple of it"
+            )
+        return self
+
+
+class MemoryBank(nn.Module):
+    """First in, first out: `enqueue` overwrites the oldest rows. Rows start as random unit vectors and carry no gradient.
+
+    Example:
+        memory = MemoryBank(65_536, 256)
+        blocks = memory.random_blocks(16_384, key=step)    # [4, 16384, 256]
+        loss = memory_loss(student, teacher, blocks, student_temperature=0.1, teacher_temperature=0.04)
+        memory.enqueue(teacher[1])                          # after the loss: a batch never meets itself
+    """
+
+    rows: Tensor  # [num_rows, dim] float32, L2-normalised
+    cursor: Tensor  # [] int64, the oldest row, overwritten next
+
+    def __init__(self, num_rows: int, dim: int, *, seed: int = 0) -> None:
+        super().__init__()
+        if num_rows < 1 or dim < 1:
+            raise ValueError(f"a memory needs at least one row and one dimension; got {num_rows} x {dim}")
+        entries = torch.arange(num_rows * dim).reshape(num_rows, dim)
+        self.register_buffer("rows", normalize(keyed_random.normal(seed, "memory rows", entries), dim=-1))
+        self.register_buffer("cursor", torch.zeros((), dtype=torch.int64))
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.shape[0]
+
+    @torch.no_grad()
+    def enqueue(self, rows: Tensor) -> None:  # [n, dim], any n
+        """Overwrite the oldest rows, going round at the end. Of more rows than the memory holds, the last ones stay."""
+        if rows.dim() != 2 or rows.shape[1] != self.rows.shape[1]:
+            raise ValueError(f"this memory takes rows [n, {self.rows.shape[1]}]; got {list(rows.shape)}")
+        num_new = rows.shape[0]
+        kept = rows[-self.num_rows :].to(self.rows.dtype)
+        # On the device, without reading the cursor back to the host.
+        slots = (self.cursor + (num_new - kept.shape[0]) + torch.arange(kept.shape[0], device=self.rows.device)) % self.num_rows
+        self.rows.index_copy_(0, slots, kept)
+        self.cursor.copy_((self.cursor + num_new) % self.num_rows)
+
+    def random_blocks(self, block_size: int, key: keyed_random.Key) -> Tensor:  # -> [num_rows // block_size, block_size, dim]
+        """Disjoint blocks of a permutation of the rows that depends on the key alone; rows that fill no whole block are left out."""
+        num_blocks = self._num_blocks(block_size)
+        order = keyed_random.permutation(self.num_rows, key, "memory blocks", device=self.rows.device)
+        return self.rows[order[: num_blocks * block_size]].reshape(num_blocks, block_size, -1)
+
+    def storage_blocks(self, block_size: int) -> Tensor:  # -> [num_rows // block_size, block_size, dim]
+        """Contiguous slices of the ring ("blockwise" in the paper's ablation): rows of one batch stay together, and training collapses."""
+        num_blocks = self._num_blocks(block_size)
+        return self.rows[: num_blocks * block_size].clone().reshape(num_blocks, block_size, -1)
+
+    def _num_blocks(self, block_size: int) -> int:
+        if not 0 < block_size <= self.num_rows:
+            raise ValueError(f"blocks of {block_size} rows do not fit a memory of {self.num_rows}; choose 1 to {self.num_rows}")
+        return self.num_rows // block_size

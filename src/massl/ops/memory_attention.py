@@ -1,0 +1,163 @@
+"""The memory loss of MaSSL, computed as attention over the memory.
+
+For a student embedding z, a teacher embedding w and a block of memory rows m_k, the cross-entropy between the two softmaxes is
+
+    - sum_k q_k log softmax(m z / tau_s)_k  =  logsumexp_k(m_k . z / tau_s)  -  z . c / tau_s ,      c = sum_k q_k m_k
+
+with q = softmax(m w / tau_t). The centre c is attention with query w and keys = values = the block. The logsumexp is the statistic that
+flash attention keeps for query z, and its gradient is the attention output of z, divided by tau_s. So one attention *forward* per
+network gives the value and the gradient, and the [samples x views, memory] logits never exist: the memory can hold millions of rows.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Logits held at once where no fused kernel applies: 2**26 float32 = 256 MiB.
+_MAX_LOGITS = 1 << 26
+_FLASH_MAX_DIM = 256
+
+
+def memory_loss(
+    student: Tensor,
+    teacher: Tensor,
+    blocks: Tensor,
+    *,
+    student_temperature: float,
+    teacher_temperature: float,
+    operand_dtype: torch.dtype | None = None,
+) -> Tensor:  # [V, N, D], [T, N, D], [B, N_b, D] -> []
+    """Make each student view agree with each *other* teacher view on which memory rows it resembles (Silva et al., 2024).
+
+    Equals `memory_loss_reference`: for every block, view v and teacher view t != v, the cross-entropy between the softmax over cosine
+    similarities of the teacher view (target) and of the student view; averaged over pairs, samples and blocks. All inputs are
+    L2-normalised; teacher view t is the same crop as student view t. Only the student receives a gradient.
+
+    `operand_dtype` is the type of the attention operands (sums are float32); by default that of `student`. In bfloat16 on a GPU the
+    fused attention kernel is used.
+    """
+    _check_shapes(student, teacher, blocks, student_temperature, teacher_temperature)
+    dtype = operand_dtype or student.dtype
+    loss: Tensor = _MemoryLoss.apply(student, teacher, blocks, student_temperature, teacher_temperature, dtype)  # type: ignore[no-untyped-call]
+    return loss
+
+
+def memory_loss_reference(
+    student: Tensor, teacher: Tensor, blocks: Tensor, *, student_temperature: float, teacher_temperature: float
+) -> Tensor:  # [V, N, D], [T, N, D], [B, N_b, D] -> []
+    """The slow truth of `memory_loss`: all logits, one cross-entropy per pair of views."""
+    _check_shapes(student, teacher, blocks, student_temperature, teacher_temperature)
+    blocks = blocks.detach()
+    targets = torch.softmax(torch.einsum("tnd,bkd->tbnk", teacher.detach(), blocks) / teacher_temperature, dim=-1)
+    log_predictions = torch.log_softmax(torch.einsum("vnd,bkd->vbnk", student, blocks) / student_temperature, dim=-1)
+    pair_losses = [
+        -(targets[t] * log_predictions[v]).sum(dim=-1).mean()
+        for v in range(student.shape[0])
+        for t in range(teacher.shape[0])
+        if v != t
+    ]
+    return torch.stack(pair_losses).mean()
+
+
+def attend(queries: Tensor, blocks: Tensor, temperature: float) -> tuple[Tensor, Tensor]:  # [R, D], [B, N_b, D] -> [R, D], [R]
+    """Softmax-weighted mean of each block's rows and logsumexp of the similarities, both averaged over blocks. No gradient.
+
+    Mean and logsumexp are float32. A random partition treats all blocks alike, so only these averages enter the loss.
+    """
+    outputs, logsumexps = _fused_attention(queries, blocks, temperature) if _can_fuse(queries) else _plain_attention(queries, blocks, temperature)
+    return outputs, logsumexps
+
+
+def block_entropy(queries: Tensor, blocks: Tensor, temperature: float) -> Tensor:  # [R, D], [B, N_b, D] -> []
+    """Mean entropy, in nats, of the softmax of each query over each block: 0 when one row takes all, ln N_b when all rows are alike."""
+    means, logsumexps = attend(queries, blocks, temperature)
+    return (logsumexps - (queries.float() * means).sum(dim=-1) / temperature).mean()
+
+
+class _MemoryLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, blocks: Tensor, student_temperature: float, teacher_temperature: float, dtype: torch.dtype
+    ) -> Tensor:
+        num_views, num_samples, dim = student.shape
+        num_teacher_views = teacher.shape[0]
+        blocks = blocks.to(dtype)
+        means, logsumexps = attend(student.reshape(-1, dim).to(dtype), blocks, student_temperature)
+        centres, _ = attend(teacher.reshape(-1, dim).to(dtype), blocks, teacher_temperature)
+
+        # is_pair[v, t]: student view v is compared with teacher view t. A view is never its own target.
+        is_pair = torch.ones(num_views, num_teacher_views, device=student.device).fill_diagonal_(0.0)
+        num_terms = (num_views * num_teacher_views - min(num_views, num_teacher_views)) * num_samples
+        view_weight = is_pair.sum(dim=1)[:, None]  # [V, 1] teacher views that view v is compared with
+        target = (is_pair @ centres.reshape(num_teacher_views, -1)).reshape(student.shape)  # sum of centres over those
+
+        embeddings = student.float()
+        attraction = (embeddings * target).sum(dim=-1) / student_temperature
+        loss = (view_weight * logsumexps.reshape(num_views, num_samples) - attraction).sum() / num_terms
+        if ctx.needs_input_grad[0]:
+            gradient = view_weight[:, :, None] * means.reshape(student.shape) - target
+            ctx.save_for_backward((gradient / (student_temperature * num_terms)).to(student.dtype))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * grad_loss).to(gradient.dtype), None, None, None, None, None
+
+
+def _can_fuse(queries: Tensor) -> bool:
+    if queries.shape[-1] > _FLASH_MAX_DIM or queries.shape[-1] % 8:
+        return False
+    if queries.device.type == "cpu":
+        return queries.dtype in (torch.float32, torch.bfloat16)
+    return queries.device.type == "cuda" and queries.dtype in (torch.float16, torch.bfloat16)
+
+
+def _fused_attention(queries: Tensor, blocks: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    num_blocks = blocks.shape[0]
+    query = queries.expand(num_blocks, 1, *queries.shape)
+    rows = blocks[:, None]
+    if queries.device.type == "cpu":
+        outputs, logsumexps = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, rows, rows, scale=1.0 / temperature)
+    else:
+        outputs, logsumexps = torch.ops.aten._scaled_dot_product_flash_attention(query, rows, rows, scale=1.0 / temperature)[:2]
+    return outputs[:, 0].float().mean(dim=0), logsumexps.reshape(num_blocks, -1).float().mean(dim=0)
+
+
+def _plain_attention(queries: Tensor, blocks: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    means = torch.empty(queries.shape, dtype=torch.float32, device=queries.device)
+    logsumexps = torch.empty(queries.shape[0], dtype=torch.float32, device=queries.device)
+    for rows in _query_chunks(queries.shape[0], blocks.shape[1]):
+        mean_of_rows, logsumexp_of_rows = torch.zeros_like(means[rows]), torch.zeros_like(logsumexps[rows])
+        for block in blocks:
+            logits = (queries[rows] @ block.T).float() / temperature
+            mean_of_rows += torch.softmax(logits, dim=-1).to(block.dtype) @ block
+            logsumexp_of_rows += torch.logsumexp(logits, dim=-1)
+        means[rows], logsumexps[rows] = mean_of_rows / len(blocks), logsumexp_of_rows / len(blocks)
+    return means, logsumexps
+
+
+def _query_chunks(num_queries: int, block_size: int) -> Iterator[slice]:
+    chunk = max(1, _MAX_LOGITS // block_size)
+    for start in range(0, num_queries, chunk):
+        yield slice(start, start + chunk)
+
+
+def _check_shapes(student: Tensor, teacher: Tensor, blocks: Tensor, student_temperature: float, teacher_temperature: float) -> None:
+    if student.dim() != 3 or teacher.dim() != 3 or blocks.dim() != 3:
+        raise ValueError(
+            "expected student [views, samples, dim], teacher [views, samples, dim] and blocks [blocks, rows, dim]; "
+            f"got {list(student.shape)}, {list(teacher.shape)}, {list(blocks.shape)}"
+        )
+    if student.shape[1:] != teacher.shape[1:] or student.shape[2] != blocks.shape[2]:
+        raise ValueError(f"samples or dimensions differ: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(blocks.shape)}")
+    if student.shape[0] * teacher.shape[0] <= min(student.shape[0], teacher.shape[0]):
+        raise ValueError("one student view and one teacher view form no pair of different views; give at least two student views")
+    if 0 in (*student.shape, *teacher.shape, *blocks.shape):
+        raise ValueError(f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(blocks.shape)}")
+    if student_temperature <= 0 or teacher_temperature <= 0:
+        raise ValueError(f"temperatures must be positive; got {student_temperature} and {teacher_temperature}")

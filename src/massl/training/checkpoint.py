@@ -1,0 +1,88 @@
+"""Checkpoints: written whole or not at all, the last few kept, milestones kept for good."""
+
+import contextlib
+import os
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from massl.config import MasslError
+
+_NAME = re.compile(r"step_(\d{9})\.pt")
+
+
+class CheckpointError(MasslError, RuntimeError):
+    """A checkpoint could not be written or read; the message says what is safe and what to do."""
+
+
+def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Write beside the target, flush to disk, then rename: a crash leaves the old file or the new one, never half of one."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    folder: Path
+    keep_last: int
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step:09d}.pt"
+
+    def save(self, step: int, state: Mapping[str, Any], *, milestone_every: int) -> Path:
+        """Write the checkpoint of a step, then drop those beyond the last few; multiples of `milestone_every` (0: none) stay."""
+        path = self.path(step)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, lambda file: torch.save(dict(state), file))
+        except (OSError, RuntimeError) as error:
+            safe = self.steps()
+            kept = f"The checkpoint of step {safe[-1]} is intact." if safe else "No earlier checkpoint exists."
+            raise CheckpointError(
+                f"could not write {path}: {error}. Is the disk full? {kept} Free some space and give the same command again to continue."
+            ) from error
+        for old in self.steps()[: -self.keep_last]:
+            if not (milestone_every and old % milestone_every == 0):
+                self.path(old).unlink(missing_ok=True)
+        return path
+
+    def load_latest(self, warn: Callable[[str], None]) -> dict[str, Any] | None:
+        """The newest readable checkpoint; an unreadable one is reported and the one before it is taken."""
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                return load_checkpoint(self.path(step))
+            except CheckpointError as error:
+                warn(str(error))
+        if steps:
+            raise CheckpointError(f"none of the {len(steps)} checkpoints in {self.folder} can be read; choose another --output to start anew")
+        return None
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Tensors and plain values only: nothing in the file is executed."""
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+    return state

@@ -1,0 +1,47 @@
+"""Where a run was made: versions, hardware, command."""
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from massl import distributed
+
+_PACKAGES = ("massl", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
+
+
+def describe_environment(device: torch.device) -> dict[str, object]:
+    """Plain values for environment.json."""
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "massl_commit": _commit(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "num_cpu_threads": torch.get_num_threads(),
+        "world_size": distributed.world_size(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of a massl that runs from its own git checkout; None for an installed one."""
+    checkout = Path(__file__).resolve().parents[3]
+    if not (checkout / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(["git", "-C", str(checkout), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

@@ -1,0 +1,60 @@
+"""Notices a loss that is not a number, without making the GPU wait for the host."""
+
+import collections
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from massl.config import MasslError
+
+
+class NonFiniteLoss(MasslError, RuntimeError):
+    """Training cannot go on; says at which step and with which images."""
+
+    def __init__(self, step: int, loss: float, indices: Tensor) -> None:
+        super().__init__(f"the loss of step {step} is {loss}")
+        self.step = step
+        self.indices = indices
+
+
+@dataclass(frozen=True)
+class _Pending:
+    step: int
+    loss: Tensor  # on the host once `copied` has happened
+    copied: torch.cuda.Event | None
+    indices: Tensor
+
+
+class LossWatch:
+    """Checks each loss; on CUDA one step late, so that the next step is already queued when the value arrives."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._lag = 1 if device.type == "cuda" else 0
+        self._pending: collections.deque[_Pending] = collections.deque()
+        self.last_loss = math.nan
+        self.last_indices = torch.empty(0, dtype=torch.int64)
+
+    def push(self, step: int, loss: Tensor, indices: Tensor) -> None:
+        on_host = loss.detach().to("cpu", non_blocking=True)
+        copied = None
+        if loss.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+        self._pending.append(_Pending(step, on_host, copied, indices))
+        self._check(keep=self._lag)
+
+    def flush(self) -> float:
+        """Check everything pushed so far; returns the newest loss."""
+        self._check(keep=0)
+        return self.last_loss
+
+    def _check(self, *, keep: int) -> None:
+        while len(self._pending) > keep:
+            oldest = self._pending.popleft()
+            if oldest.copied is not None:
+                oldest.copied.synchronize()
+            self.last_loss, self.last_indices = float(oldest.loss), oldest.indices
+            if not math.isfinite(self.last_loss):
+                raise NonFiniteLoss(oldest.step, self.last_loss, oldest.indices)

@@ -1,0 +1,56 @@
+"""What a run wrote down: metrics.jsonl (one JSON object a row) and TensorBoard events."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+from massl.training.checkpoint import write_atomically
+
+# The only entry that depends on the machine's speed: two runs of one recipe agree in all others.
+TIMING_KEYS = frozenset({"images_per_second"})
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """Rows of a metrics.jsonl; a last line cut short by a crash is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class MetricsLog:
+    """Appends rows. Opened at the step a run resumes from, it drops the rows written after that step."""
+
+    def __init__(self, folder: Path, *, resume_step: int | None) -> None:
+        self.path = folder / "metrics.jsonl"
+        kept = [row for row in read_metrics(self.path) if resume_step is not None and row["step"] <= resume_step]
+        write_atomically(self.path, lambda file: file.writelines(_line(row).encode() for row in kept) and None)
+        self._file = self.path.open("a", encoding="utf-8")
+        purge_step = None if resume_step is None else resume_step + 1
+        self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+
+    def write(self, row: Mapping[str, float]) -> None:
+        bad = [name for name, value in row.items() if not math.isfinite(value)]
+        if bad:
+            raise ValueError(f"not a number in the metrics of step {row['step']}: {', '.join(bad)}")
+        self._file.write(_line(row))
+        self._file.flush()
+        for name, value in row.items():
+            if name not in ("step", "epoch"):
+                self._tensorboard.add_scalar(name, value, int(row["step"]))
+
+    def close(self) -> None:
+        self._file.close()
+        self._tensorboard.close()
+
+
+def _line(row: Mapping[str, float]) -> str:
+    return json.dumps(row) + "\n"

@@ -1,0 +1,144 @@
+"""Knowing whether it learns: numbers measured on the teacher during training, without touching it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from massl import distributed, keyed_random
+from massl.config import RecipeError, Settings
+from massl.data.loader import Loader
+from massl.data.settings import DataSettings
+from massl.data.sources import ImageSource, open_source
+from massl.data.views import ViewSettings
+from massl.methods.base import Method, StepHyper
+from massl.ops.image_ops import centre_view, normalise
+from massl.ops.neighbours import knn_accuracy
+from massl.ops.spectrum import effective_rank
+
+_CHUNK = 256
+_RAW_PIXEL_SIDE = 32
+
+
+class ProbeSettings(Settings):
+    every_epochs: float = Field(default=1.0, ge=0.0, description="epochs between probes of the teacher, besides the first and last step; 0: no probes")
+    database: str = Field(default="", description="labelled images for k-NN; default: the training images")
+    queries: str = Field(default="", description="labelled images to classify; default: some images held out of the database")
+    max_database: int = Field(default=10_000, gt=0, description="largest number of database images (a keyed choice)")
+    max_queries: int = Field(default=2_000, gt=1, description="largest number of query images")
+    num_neighbours: int = Field(default=20, gt=0, description="k of the k-NN classifier")
+    crop_ratio: float = Field(default=0.875, gt=0.0, le=1.0, description="centre crop / shorter side (224 / 256 as the protocols have it)")
+
+
+@dataclass(frozen=True)
+class _Subset:
+    source: ImageSource
+    indices: Tensor
+
+
+class Probe:
+    """Extracts teacher features of a fixed set of images and scores them."""
+
+    def __init__(
+        self,
+        settings: ProbeSettings,
+        *,
+        data: DataSettings,
+        views: ViewSettings,
+        training_source: ImageSource,
+        seed: int,
+        device: torch.device,
+        on_skip: Callable[[str], None],
+    ) -> None:
+        self.settings = settings
+        self.views = views
+        self._data = data
+        self._seed = seed
+        self._device = device
+        self._on_skip = on_skip
+        self._database, self._queries = self._choose(training_source)
+
+    def _choose(self, training_source: ImageSource) -> tuple[_Subset | None, _Subset]:
+        database = open_source(self.settings.database) if self.settings.database else training_source
+        queries = open_source(self.settings.queries) if self.settings.queries else database
+        query_order = keyed_random.permutation(len(queries), self._seed, "probe queries")
+        query_subset = _Subset(queries, query_order[: self.settings.max_queries])
+        if database.class_names is None or queries.class_names is None:
+            if self.settings.queries or self.settings.database:
+                unlabelled = database if database.class_names is None else queries
+                raise RecipeError(f"{unlabelled.name} has no labels; k-NN probes need class folders or a labelled data set")
+            return None, query_subset
+        if self.settings.queries:
+            database_order = keyed_random.permutation(len(database), self._seed, "probe database")
+        else:
+            # Hold the queries out; of a small set at most half.
+            num_queries = min(self.settings.max_queries, len(queries) // 2)
+            query_subset = _Subset(queries, query_order[:num_queries])
+            database_order = query_order[num_queries:]
+        return _Subset(database, database_order[: self.settings.max_database]), query_subset
+
+    @torch.no_grad()
+    def measure(self, method: Method, hyper: StepHyper) -> dict[str, float]:
+        """k-NN accuracy (where labels exist), effective rank, and the method's own signs of health; in float32, as the protocols ask."""
+        backbone = method.backbone_to_evaluate()
+        was_training = backbone.training
+        backbone.eval()
+
+        def features_of(pixels: Tensor, sizes: Tensor) -> Tensor:
+            images = centre_view(pixels, sizes, size=self.views.global_size, crop_ratio=self.settings.crop_ratio)
+            return backbone(normalise(images, self.views.mean, self.views.std)).pooled.float()  # type: ignore[no-any-return]
+
+        query_features, query_labels = self._extract(self._queries, features_of)
+        metrics = {"effective_rank": effective_rank(query_features), **method.health(query_features, hyper)}
+        if self._database is not None:
+            database_features, database_labels = self._extract(self._database, features_of)
+            metrics["knn_top1"] = self._knn(query_features, query_labels, database_features, database_labels)
+        backbone.train(was_training)
+        return metrics
+
+    @torch.no_grad()
+    def raw_pixel_knn(self) -> float | None:
+        """k-NN on the images themselves, shrunk to 32 px: what the features have to beat to be worth having."""
+        if self._database is None:
+            return None
+
+        def pixels_of(pixels: Tensor, sizes: Tensor) -> Tensor:
+            return centre_view(pixels, sizes, size=_RAW_PIXEL_SIDE, crop_ratio=self.settings.crop_ratio).flatten(1)
+
+        return self._knn(*self._extract(self._queries, pixels_of), *self._extract(self._database, pixels_of))
+
+    def _knn(self, queries: Tensor, query_labels: Tensor, database: Tensor, database_labels: Tensor) -> float:
+        return knn_accuracy(queries, query_labels, database, database_labels, num_neighbours=self.settings.num_neighbours)
+
+    def _extract(self, subset: _Subset, features_of: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:  # -> [N, D], [N]
+        """Features and labels of a subset; each rank does its share and all receive all."""
+        num_images, world_size = len(subset.indices), distributed.world_size()
+        share = -(-num_images // world_size)
+        positions = (distributed.rank() * share + torch.arange(share)) % num_images  # the last rank may repeat the first images
+        chunks = subset.indices[positions].split(_CHUNK)
+        loader = Loader(
+            subset.source,
+            order_at=lambda chunk: chunks[chunk % len(chunks)],  # read-ahead may ask beyond the last
+            seed=self._seed,
+            num_workers=self._data.num_workers,
+            max_side=self._data.max_side,
+            on_skip=self._on_skip,
+        )
+        features, labels = [], []
+        try:
+            for chunk in range(len(chunks)):
+                batch = loader.at(chunk)
+                features.append(features_of(batch.to(self._device).pixels, batch.sizes))
+                labels.append(batch.labels.to(self._device))
+        finally:
+            loader.close()
+        return distributed.gather_rows(torch.cat(features))[:num_images], distributed.gather_rows(torch.cat(labels))[:num_images]
+
+
+def general_collapse_signs(metrics: dict[str, float]) -> list[str]:
+    """Signs that hold for any method."""
+    if metrics["effective_rank"] < 1.5:
+        return [f"the features span a single direction (effective rank {metrics['effective_rank']:.2f})"]
+    return []

@@ -1,0 +1,111 @@
+"""The folder of a run: what is in it, who may write to it, and whether a command continues it."""
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from massl import distributed
+from massl.config import MasslError, RecipeError, Settings, fingerprint, flatten, read_yaml, to_yaml
+from massl.training.checkpoint import write_atomically
+
+# These say where, how long and how often, not what is computed: a continued run may change them.
+MAY_CHANGE = frozenset(
+    {
+        "data.num_workers",
+        "trainer.max_steps",
+        "trainer.device",
+        "trainer.accumulation_steps",
+        "trainer.activation_checkpointing",
+        "trainer.checkpoint_every_steps",
+        "trainer.keep_checkpoints",
+        "trainer.milestone_every_epochs",
+    }
+)
+
+
+class RunFolderError(MasslError, ValueError):
+    """The output folder cannot be used for this run; the message says why and what to do."""
+
+
+def binding_values(recipe: Settings) -> dict[str, Any]:
+    """The part of a recipe that decides the result of a run."""
+    return {key: value for key, value in flatten(recipe).items() if key not in MAY_CHANGE}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+    recipe: Settings
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(binding_values(self.recipe))
+
+    @contextlib.contextmanager
+    def claimed(self, *, is_writer: bool) -> Iterator[None]:
+        """Hold the folder for this run while inside; only the writing process claims it, the others wait for it."""
+        lock = None
+        if is_writer:
+            self._claim()
+            lock = (self.path / ".lock").open("w")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system however the process ends
+            except BlockingIOError:
+                raise RunFolderError(f"another process is training in {self.path}; wait for it or choose another --output") from None
+        distributed.barrier()
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.close()
+
+    def _claim(self) -> None:
+        """Make sure that this recipe may write here: a new or empty folder, or a run of the same recipe."""
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"{self.path} is a file; --output names a folder")
+        if self.recipe_file.exists():
+            self._refuse_other_recipe()
+        elif self.path.is_dir() and any(self.path.iterdir()):
+            raise RunFolderError(f"{self.path} is not empty and holds no massl run; choose another --output (nothing was changed)")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.write_text("recipe.yaml", to_yaml(self.recipe))
+        except OSError as error:
+            raise RunFolderError(f"cannot write to {self.path}: {error}") from error
+
+    def _refuse_other_recipe(self) -> None:
+        try:
+            before = binding_values(type(self.recipe).model_validate(read_yaml(self.recipe_file)))
+        except (RecipeError, ValueError) as error:
+            raise RunFolderError(f"{self.recipe_file} cannot be read as a recipe ({error}); choose another --output") from None
+        now = binding_values(self.recipe)
+        differences = [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+        if differences:
+            raise RunFolderError(
+                f"{self.path} holds a run of another recipe: {'; '.join(differences)}. Give the same values to continue it, or another --output."
+            )
+
+    def write_text(self, name: str, text: str) -> Path:
+        path = self.path / name
+        write_atomically(path, lambda file: file.write(text.encode()) and None)
+        return path
+
+    def write_json(self, name: str, values: Mapping[str, object]) -> Path:
+        return self.write_text(name, json.dumps(values, indent=2) + "\n")
+
+    def write_bytes(self, name: str, content: bytes) -> Path:
+        path = self.path / name
+        write_atomically(path, lambda file: file.write(content) and None)
+        return path

@@ -1,0 +1,34 @@
+"""Ctrl-C and SIGTERM ask the training loop to finish its step, save and leave; a second one ends it at once."""
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class StopRequest:
+    """While active, remembers the first signal instead of dying from it."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self._previous = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+        except ValueError:  # not in the main thread: signals go to whoever owns it
+            self._previous = {}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._restore()
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}

@@ -1,0 +1,248 @@
+"""The training loop: one straight line per step, the same in one process and in many, resumable at any step."""
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from massl import distributed
+from massl.config import MasslError, RecipeError, Settings
+from massl.data.loader import ImageBatch, Loader
+from massl.data.views import ViewBatch, ViewSettings, make_views
+from massl.methods.base import Method, StepHyper, StepOutput
+from massl.training.checkpoint import CheckpointStore
+from massl.training.loss_watch import LossWatch, NonFiniteLoss
+from massl.training.metrics_log import MetricsLog
+from massl.training.optimizer import build_optimizer
+from massl.training.probes import Probe, general_collapse_signs
+from massl.training.progress import ProgressDisplay
+from massl.training.run_folder import RunFolder
+from massl.training.schedules import Schedules
+from massl.training.step import TrainingStep
+from massl.training.stop_request import StopRequest
+from massl.weights.io import BACKBONE_FILE, backbone_bytes
+
+
+class TrainingStopped(MasslError, RuntimeError):
+    """Training cannot go on; the message says what is kept and what to try."""
+
+
+class TrainerSettings(Settings):
+    seed: int = Field(default=0, ge=0, description="decides every random choice of the run")
+    epochs: int = Field(default=100, gt=0, description="length of the schedules, in passes over the data")
+    max_steps: int | None = Field(default=None, ge=0, description="stop after this many steps, with schedules as for the whole run")
+    batch_size: int = Field(default=1024, gt=0, description="images per step, over all processes")
+    accumulation_steps: int = Field(default=1, gt=0, description="split each batch into this many parts to save memory; same result")
+    precision: Literal["fp32", "bf16"] = Field(default="bf16", description="arithmetic of the networks; weights are float32 either way")
+    activation_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass to save memory")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one")
+    log_every_steps: int = Field(default=50, gt=0, description="steps between rows of metrics.jsonl")
+    checkpoint_every_steps: int = Field(default=1000, gt=0, description="steps between checkpoints")
+    keep_checkpoints: int = Field(default=2, gt=0, description="how many of the newest checkpoints stay")
+    milestone_every_epochs: int = Field(default=0, ge=0, description="checkpoints at multiples of this many epochs stay for good; 0: none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    step: int  # updates done
+    finished: bool  # False: stopped by a signal, the same command continues
+    signal_number: int | None
+
+
+class Trainer:
+    """Trains a method on a loader's images and keeps its run folder."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        *,
+        method: Method,
+        loader: Loader,
+        views: ViewSettings,
+        schedules: Schedules,
+        probe: Probe | None,
+        folder: RunFolder,
+        device: torch.device,
+    ) -> None:
+        parts = distributed.world_size() * settings.accumulation_steps
+        if settings.batch_size % parts:
+            raise RecipeError(
+                f"trainer.batch_size {settings.batch_size} cannot be split over {distributed.world_size()} processes x "
+                f"{settings.accumulation_steps} accumulation steps; make it a multiple of {parts}"
+            )
+        self.settings, self.views, self.schedules, self.folder, self.device = settings, views, schedules, folder, device
+        self.loader, self.probe = loader, probe
+        self.method = method.to(device).train()
+        self.method.set_activation_checkpointing(settings.activation_checkpointing)
+        self.optimizer = build_optimizer(self.method, schedules.optimizer)
+        self.step = TrainingStep(
+            method=self.method,
+            parallel=distributed.data_parallel(self.method, device),
+            optimizer=self.optimizer,
+            clip_norm=schedules.optimizer.clip_norm,
+            bf16=settings.precision == "bf16",
+            device=device,
+        )
+        self.store = CheckpointStore(folder.checkpoints, settings.keep_checkpoints)
+        self.watch = LossWatch(device)
+        self.end_step = schedules.num_steps if settings.max_steps is None else min(settings.max_steps, schedules.num_steps)
+
+    def fit(self) -> FitResult:
+        """Train from the newest checkpoint, or from the start, to the end of the run or a signal."""
+        display = ProgressDisplay(num_steps=self.end_step, batch_size=self.settings.batch_size, visible=distributed.is_main())
+        start_step = self._resume(display)
+        if start_step is not None and start_step >= self.end_step:
+            return FitResult(step=start_step, finished=True, signal_number=None)
+        log = MetricsLog(self.folder.path, resume_step=start_step) if distributed.is_main() else None
+        try:
+            with StopRequest() as stop, display:
+                return self._loop(start_step, display, log, stop)
+        except NonFiniteLoss as error:
+            raise self._explain(error) from error
+        finally:
+            if log is not None:
+                log.close()
+            self.loader.close()
+
+    def _loop(self, start_step: int | None, display: ProgressDisplay, log: MetricsLog | None, stop: StopRequest) -> FitResult:
+        if start_step is None:
+            self._log_start(display, log)
+            start_step = 0
+        clock, logged_step = time.perf_counter(), start_step
+        for step in range(start_step, self.end_step):
+            hyper = self.schedules.at(step)
+            output = self._update(self.loader.at(step), hyper)
+            done = step + 1
+            should_probe, should_save = self._is_probe_step(done), self._is_checkpoint_step(done)
+            should_log = should_probe or done % self.settings.log_every_steps == 0 or done == self.end_step
+            # Ranks agree on stopping where they synchronise anyway; a single process can stop at every step.
+            if distributed.world_size() == 1 or should_log:
+                should_stop = distributed.any_rank(stop.received is not None, self.device)
+            else:
+                should_stop = False
+            if should_log:
+                seconds, num_images = time.perf_counter() - clock, (done - logged_step) * self.settings.batch_size
+                self._log(display, log, output, hyper, done, images_per_second=num_images / seconds, probe=should_probe)
+                clock, logged_step = time.perf_counter(), done
+            if should_save or should_stop or done == self.end_step:
+                self._save(done)
+            if should_stop:
+                return FitResult(step=done, finished=done == self.end_step, signal_number=stop.received)
+        return FitResult(step=self.end_step, finished=True, signal_number=None)
+
+    def _update(self, images: ImageBatch, hyper: StepHyper) -> StepOutput:
+        num_parts = self.settings.accumulation_steps
+        part_size = len(images.indices) // num_parts
+        parts = (self._views(images.slice(start, start + part_size), hyper) for start in range(0, len(images.indices), part_size))
+        output = self.step(parts, hyper, num_parts=num_parts)
+        self.watch.push(hyper.step, output.loss, images.indices)
+        return output
+
+    def _views(self, images: ImageBatch, hyper: StepHyper) -> ViewBatch:
+        on_device = images.to(self.device)
+        return make_views(on_device.pixels, images.sizes, images.indices, self.views, seed=self.settings.seed, epoch=hyper.epoch)
+
+    def _is_probe_step(self, done: int) -> bool:
+        if self.probe is None:
+            return False
+        interval = max(1, round(self.probe.settings.every_epochs * self.schedules.steps_per_epoch))
+        return done % interval == 0 or done == self.end_step
+
+    def _is_checkpoint_step(self, done: int) -> bool:
+        return done % self.settings.checkpoint_every_steps == 0 or bool(self._milestone_steps and done % self._milestone_steps == 0)
+
+    @property
+    def _milestone_steps(self) -> int:
+        return self.settings.milestone_every_epochs * self.schedules.steps_per_epoch
+
+    def _log_start(self, display: ProgressDisplay, log: MetricsLog | None) -> None:
+        """The row of step 0: loss of the first batch and a probe, both before any training."""
+        hyper = self.schedules.at(0)
+        with torch.no_grad():
+            output = self.step.forward(self._views(self.loader.at(0), hyper), hyper)
+        self._log(display, log, output, hyper, 0, images_per_second=0.0, probe=self.probe is not None)
+
+    def _log(
+        self,
+        display: ProgressDisplay,
+        log: MetricsLog | None,
+        output: StepOutput,
+        hyper: StepHyper,
+        done: int,
+        *,
+        images_per_second: float,
+        probe: bool,
+    ) -> None:
+        self.watch.flush()
+        row: dict[str, float] = {
+            "step": done,
+            "epoch": done // self.schedules.steps_per_epoch,
+            "loss": float(distributed.mean_over_ranks(output.loss.detach())),
+            "lr": hyper.learning_rate,
+            "weight_decay": hyper.weight_decay,
+            "momentum": hyper.momentum,
+            "teacher_temperature": hyper.teacher_temperature,
+            "images_per_second": round(images_per_second, 1),
+            **{name: float(distributed.mean_over_ranks(value)) for name, value in output.metrics.items()},
+        }
+        if probe and self.probe is not None:
+            row |= self.probe.measure(self.method, hyper)
+            if done > self._settling_steps:
+                for sign in [*general_collapse_signs(row), *self.method.collapse_signs(row)]:
+                    display.warn(f"training may have collapsed: {sign}. See docs/troubleshooting.md.")
+        if log is not None:
+            log.write(row)
+        display.advance(row)
+
+    @property
+    def _settling_steps(self) -> int:
+        """Before this a healthy run looks collapsed too: embeddings of an untrained network are nearly equal."""
+        return max(self.schedules.steps_per_epoch, self.schedules.num_steps // 10)
+
+    def _save(self, done: int) -> None:
+        self.watch.flush()
+        self._refuse_broken_weights(done)
+        if distributed.is_main():
+            state = {
+                "step": done,
+                "recipe_fingerprint": self.folder.fingerprint,
+                "method": self.method.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+            }
+            self.store.save(done, state, milestone_every=self._milestone_steps)
+            backbone = self.method.backbone_to_evaluate()
+            content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=self.views.mean, std=self.views.std)
+            self.folder.write_bytes(BACKBONE_FILE, content)
+        distributed.barrier()
+
+    def _refuse_broken_weights(self, done: int) -> None:
+        """A finite loss with infinite gradients would otherwise put broken weights into a checkpoint, one step before it shows."""
+        norms = torch._foreach_norm([parameter for parameter in self.method.parameters() if parameter.requires_grad])
+        if not bool(torch.stack(norms).isfinite().all()):
+            raise NonFiniteLoss(done - 1, float("nan"), self.watch.last_indices)
+
+    def _resume(self, display: ProgressDisplay) -> int | None:
+        """Load the newest checkpoint; returns its step, or None for a new run."""
+        state = self.store.load_latest(display.warn)
+        if state is None:
+            return None
+        if state["recipe_fingerprint"] != self.folder.fingerprint:
+            raise RecipeError(f"the checkpoint in {self.folder.path} belongs to another recipe; choose another --output")
+        self.method.load_state_dict(state["method"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        step = int(state["step"])
+        if step < self.end_step:
+            display.say(f"continuing at step {step} of {self.end_step}")
+        return step
+
+    def _explain(self, error: NonFiniteLoss) -> TrainingStopped:
+        name = f"nonfinite_step_{error.step}_rank_{distributed.rank()}.json"
+        path = self.folder.write_json(name, {"step": error.step, "images": self.loader.image_keys(error.indices)})
+        steps = self.store.steps()
+        last = f"The last good checkpoint, step {steps[-1]}, is untouched" if steps else "There is no checkpoint yet"
+        return TrainingStopped(
+            f"{error}: training stopped. {last}; the images of that step are named in {path}. "
+            "Try a lower optimizer.learning_rate, a warm-up (optimizer.warmup_epochs) or trainer.precision fp32, in a new --output."
+        )

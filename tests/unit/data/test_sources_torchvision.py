@@ -1,0 +1,124 @@
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from massl.data.sources import open_source
+from massl.data.sources.base import DataError, ImageSource
+from massl.data.sources.torchvision_set import TorchvisionSource
+
+
+class FewImages:
+    """A set in the manner of torchvision: images, what comes with each, and whatever attributes a test gives it."""
+
+    def __init__(self, images: list[Image.Image], items: list[object], /, **attributes: object) -> None:
+        self.images, self.items = images, items
+        self.num_reads = 0
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, object]:
+        self.num_reads += 1
+        return self.images[index], self.items[index]
+
+
+def grey_images(count: int) -> list[Image.Image]:
+    return [Image.new("L", (4, 3), 10 * index) for index in range(count)]
+
+
+def labels(source: ImageSource) -> list[int | None]:
+    return [source.label_of(index) for index in range(len(source))]
+
+
+def test_a_set_on_disk_gives_images_labels_and_class_names(tmp_path: Path) -> None:
+    for class_name, colour in (("cat", (1, 2, 3)), ("dog", (4, 5, 6))):
+        (tmp_path / class_name).mkdir()
+        Image.new("RGB", (5, 4), colour).save(tmp_path / class_name / "x.png")
+    source = open_source(f"torchvision:ImageFolder?root={tmp_path}")
+    assert source.class_names == ("cat", "dog")
+    image = source.read(1)
+    assert isinstance(image.data, np.ndarray)
+    assert image.data.shape == (4, 5, 3)
+    assert image.data[0, 0].tolist() == [4, 5, 6]
+    assert (image.label, image.key) == (1, "ImageFolder/1")
+
+
+@pytest.mark.parametrize("attribute", ["targets", "_labels", "labels", "y"])
+def test_labels_come_from_the_list_of_the_set_without_reading_images(attribute: str) -> None:
+    dataset = FewImages(grey_images(3), [2, 0, 1], **{attribute: [2, 0, 1]})
+    source = TorchvisionSource(dataset, name="few")
+    num_reads = dataset.num_reads
+    assert labels(source) == [2, 0, 1]
+    assert dataset.num_reads == num_reads
+
+
+def test_labels_come_from_pairs_of_path_and_label() -> None:
+    source = TorchvisionSource(FewImages(grey_images(2), [1, 0], samples=[("a.jpg", 1), ("b.jpg", 0)]), name="few")
+    assert labels(source) == [1, 0]
+
+
+def test_a_set_without_a_list_of_labels_is_asked_image_by_image() -> None:
+    source = open_source("torchvision:FakeData?size=5&num_classes=3")
+    assert labels(source) == [source.read(index).label for index in range(5)]
+    assert source.class_names is not None
+    assert all(label is not None for label in labels(source))
+
+
+def test_boxes_and_negative_numbers_are_no_labels() -> None:
+    boxes = TorchvisionSource(FewImages(grey_images(2), [{"box": 1}, {"box": 2}]), name="boxes")
+    assert (boxes.class_names, labels(boxes)) == (None, [None, None])
+    unlabelled = TorchvisionSource(FewImages(grey_images(2), [-1, -1], labels=np.array([-1, -1])), name="stl")
+    assert (unlabelled.class_names, labels(unlabelled)) == (None, [None, None])
+
+
+def test_synonyms_of_a_class_become_one_name() -> None:
+    dataset = FewImages(grey_images(2), [0, 1], targets=[0, 1], classes=[("tench", "Tinca tinca"), ("goldfish",)])
+    assert TorchvisionSource(dataset, name="imagenet").class_names == ("tench, Tinca tinca", "goldfish")
+
+
+def test_an_array_of_the_set_is_used_only_if_it_holds_what_the_set_delivers() -> None:
+    images = grey_images(3)
+    same = np.stack([np.asarray(image) for image in images])
+    assert TorchvisionSource(FewImages(images, [0, 0, 0], data=same), name="few").pixels is same
+    assert TorchvisionSource(FewImages(images, [0, 0, 0], data=same[::-1].copy()), name="few").pixels is None
+    assert TorchvisionSource(FewImages(images, [0, 0, 0], data=same[:2]), name="few").pixels is None
+    assert TorchvisionSource(FewImages(images, [0, 0, 0]), name="few").pixels is None
+
+
+def test_parameters_are_read_as_yaml() -> None:
+    assert len(open_source("torchvision:FakeData?size=3&image_size=[3, 6, 4]")) == 3
+    image = open_source("torchvision:FakeData?size=3&image_size=[3, 6, 4]").read(0)
+    assert isinstance(image.data, np.ndarray)
+    assert image.data.shape == (6, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("torchvision:CIFAR11", "Did you mean 'CIFAR10'"),
+        ("torchvision:FakeData?siez=3", "Did you mean 'size'"),
+        ("torchvision:CIFAR10?root=/nowhere", "'/nowhere'.*download=true"),
+        ("torchvision:ImageFolder?root=/nowhere", "'/nowhere'; choose the folder with root=DIR$"),
+        ("torchvision:OxfordIIITPet?root=/nowhere&split=trainvall", "split"),
+    ],
+)
+def test_what_cannot_be_opened_says_what_to_change(uri: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_source(uri)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    (tmp_path / "stanford_cars" / "devkit").mkdir(parents=True)
+    with pytest.raises(DataError, match="scipy"):
+        open_source(f"torchvision:StanfordCars?root={tmp_path}")
+
+
+def test_a_set_that_delivers_no_images_is_refused() -> None:
+    with pytest.raises(DataError, match="delivers no single images"):
+        TorchvisionSource(FewImages([], []), name="empty")
