@@ -10,7 +10,8 @@ multipliers are below 2**31, so every product fits a signed 64-bit integer and t
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +24,10 @@ _FIRST_LANE_START = 0x243F6A88  # digits of pi: any two different constants will
 _SECOND_LANE_START = 0x13198A2E
 
 
-def _mix32(word: Tensor) -> Tensor:
+Word = TypeVar("Word", int, Tensor)
+
+
+def _mix32(word: Word) -> Word:
     word = word ^ (word >> 16)
     word = (word * 0x21F0AAAD) & _MASK32
     word = word ^ (word >> 15)
@@ -31,42 +35,46 @@ def _mix32(word: Tensor) -> Tensor:
     return word ^ (word >> 15)
 
 
-def _flatten(key: Sequence[Key]) -> list[KeyPart]:
-    parts: list[KeyPart] = []
+def _absorb(first: Word, second: Word, part: Word) -> tuple[Word, Word]:
+    low, high = part & _MASK32, (part >> 32) & _MASK32
+    first = _mix32((first ^ low) + high & _MASK32)
+    second = _mix32((second + low & _MASK32) ^ _mix32(first ^ high))
+    return first, second
+
+
+def _flatten(key: Sequence[Key]) -> Iterator[int | Tensor]:
     for part in key:
-        if isinstance(part, int | str | Tensor):
-            parts.append(part)
+        if isinstance(part, str):
+            yield zlib.crc32(part.encode()) | (1 << 40)  # bit 40: no small integer equals a word
+        elif isinstance(part, Tensor):
+            if part.is_floating_point():
+                raise TypeError("a key holds integers and strings; a floating-point tensor cannot be part of one")
+            yield part.to(torch.int64)
+        elif isinstance(part, int):
+            if not -(1 << 63) <= part < 1 << 63:
+                raise ValueError(f"the key part {part} does not fit 64 bits")
+            yield part
         else:
-            parts.extend(_flatten(part))
-    return parts
-
-
-def _as_words(part: KeyPart, device: torch.device) -> Tensor:
-    if isinstance(part, str):
-        part = zlib.crc32(part.encode()) | (1 << 40)  # bit 40: no small integer equals a word
-    if isinstance(part, int):
-        if not -(1 << 63) <= part < 1 << 63:
-            raise ValueError(f"the key part {part} does not fit 64 bits")
-        return torch.full((), part, dtype=torch.int64, device=device)
-    if part.is_floating_point():
-        raise TypeError("a key holds integers and strings; a floating-point tensor cannot be part of one")
-    return part.to(device=device, dtype=torch.int64)
+            yield from _flatten(part)
 
 
 def _lanes(key: Sequence[Key], device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-    parts = _flatten(key)
+    """Two 32-bit words per key. Parts before the first tensor are mixed as Python integers: no tensor operations for them."""
+    parts = list(_flatten(key))
     if not parts:
         raise ValueError("a key needs at least one part")
+    num_plain = next((position for position, part in enumerate(parts) if isinstance(part, Tensor)), len(parts))
+    plain_first, plain_second = _FIRST_LANE_START, _SECOND_LANE_START
+    for part in parts[:num_plain]:
+        assert isinstance(part, int)
+        plain_first, plain_second = _absorb(plain_first, plain_second, part)
     if device is None:
         device = next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
-    device = torch.device(device)
-    first = torch.full((), _FIRST_LANE_START, dtype=torch.int64, device=device)
-    second = torch.full((), _SECOND_LANE_START, dtype=torch.int64, device=device)
-    for part in parts:
-        words = _as_words(part, device)
-        low, high = words & _MASK32, (words >> 32) & _MASK32
-        first = _mix32((first ^ low) + high & _MASK32)
-        second = _mix32((second + low & _MASK32) ^ _mix32(first ^ high))
+    first = torch.full((), plain_first, dtype=torch.int64, device=device)
+    second = torch.full((), plain_second, dtype=torch.int64, device=device)
+    for part in parts[num_plain:]:
+        words = part.to(device) if isinstance(part, Tensor) else torch.full((), part, dtype=torch.int64, device=device)
+        first, second = _absorb(first, second, words)
     return _mix32(first ^ second), _mix32((first + second * 3) & _MASK32)
 
 

@@ -22,7 +22,7 @@ UNLABELLED = -1
 MAX_UNREADABLE_SHARE = 0.05
 MIN_TRIED_TO_JUDGE = 100
 MAX_TRIES = 16  # of an image and its stand-ins: with no more unreadable ones than allowed, all fail once in 10**20 times
-CHUNK_SIZE = 8  # images per task of a worker: of 32-px PNGs, twice as many per second as with one
+CHUNK_SIZE = 8  # images per task of a worker: 32-px PNGs come 1.4 to 2.4 times as fast as one by one, large JPEGs alike
 
 Result = TypeVar("Result")
 
@@ -175,7 +175,7 @@ class Loader:
         self._order_at = order_at
         self._seed = seed
         self._max_side = max_side
-        self._prefetch_steps = prefetch_steps if num_workers > 0 else 0
+        self._prefetch_steps = prefetch_steps
         self._record = _ReadabilityRecord(source, on_skip)
         self._pin = torch.cuda.is_available()
         self._pending: dict[int, Future[tuple[ImageBatch | None, Tried]]] = {}

@@ -68,6 +68,12 @@ class Method(nn.Module, ABC):
             if isinstance(module, Backbone) and any(parameter.requires_grad for parameter in module.parameters()):
                 module.set_activation_checkpointing(enabled)
 
+    def compile_backbones(self) -> None:
+        """Compile every backbone, trained or not."""
+        for module in self.modules():
+            if isinstance(module, Backbone):
+                module.compile_blocks()
+
     def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:  # [N, D] features of `backbone_to_evaluate`
         """Method-specific numbers that show whether training is alive."""
         return {}

@@ -54,14 +54,14 @@ class Backbone(nn.Module):
         self.timm_arguments = dict(timm_arguments)  # what builds an empty copy of the model
         self.dim = int(model.num_features)  # type: ignore[arg-type]
         self.activation_checkpointing = False
-        self._drop_paths: list[KeyedDropPath] = replace_drop_paths(model)
+        self._drop_paths = replace_drop_paths(model)
 
     def forward(self, images: Tensor, sample_keys: Tensor | None = None) -> Tokens:  # [B, 3, H, W], [B] int64
         """Features of the images. `sample_keys` switches stochastic depth on and decides its coin flips."""
         scales = None if sample_keys is None or not self._drop_paths else draw_scales(self._drop_paths, sample_keys)
         if isinstance(self.model, VisionTransformer):
             return self._transformer_tokens(self.model, images, scales)
-        self._set_scales(scales)
+        self._set_scales(self.model, scales)
         return Tokens(pooled=self.model(images), patches=None)
 
     def _transformer_tokens(self, model: VisionTransformer, images: Tensor, scales: Tensor | None) -> Tokens:
@@ -78,12 +78,18 @@ class Backbone(nn.Module):
 
     def _run_block(self, block: nn.Module, tokens: Tensor, scales: Tensor | None) -> Tensor:
         # Inside the checkpointed function, so that the recomputation in the backward pass sees the same coin flips.
-        self._set_scales(scales)
+        self._set_scales(block, scales)
         return block(tokens)  # type: ignore[no-any-return]
 
-    def _set_scales(self, scales: Tensor | None) -> None:
-        for layer, drop_path in enumerate(self._drop_paths):
-            drop_path.scales = None if scales is None else scales[layer]
+    def _set_scales(self, part: nn.Module, scales: Tensor | None) -> None:
+        for module in part.modules():
+            if isinstance(module, KeyedDropPath):
+                module.scales = None if scales is None else scales[module.layer]
+
+    def compile_blocks(self) -> None:
+        """Compile each transformer block in place (other networks as a whole); state dict and results stay the same."""
+        for block in self.model.blocks if isinstance(self.model, VisionTransformer) else [self.model]:
+            block.compile(dynamic=False)
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Recompute each transformer block in the backward pass instead of keeping its activations."""

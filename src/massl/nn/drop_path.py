@@ -10,9 +10,10 @@ from massl import keyed_random
 class KeyedDropPath(nn.Module):
     """Multiplies each sample's residual branch by 0 or 1 / keep; `scales` is set before each forward pass of the backbone."""
 
-    def __init__(self, drop_probability: float) -> None:
+    def __init__(self, drop_probability: float, *, layer: int) -> None:
         super().__init__()
         self.drop_probability = drop_probability
+        self.layer = layer  # its row of the scales drawn for the whole network
         self.scales: Tensor | None = None  # [B]; None: the branch is kept as it is
 
     def forward(self, branch: Tensor) -> Tensor:  # [B, ...]
@@ -27,7 +28,7 @@ def replace_drop_paths(model: nn.Module) -> list[KeyedDropPath]:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, timm.layers.DropPath):
-                keyed = KeyedDropPath(float(child.drop_prob or 0.0))
+                keyed = KeyedDropPath(float(child.drop_prob or 0.0), layer=len(replaced))
                 setattr(parent, name, keyed)
                 replaced.append(keyed)
     return replaced

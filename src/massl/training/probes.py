@@ -18,7 +18,7 @@ from massl.ops.image_ops import centre_view, normalise
 from massl.ops.neighbours import knn_accuracy
 from massl.ops.spectrum import effective_rank
 
-_CHUNK = 256
+_CHUNK_PIXELS = 256 * 224 * 224  # images taken through the backbone at once, as pixels of their views
 _RAW_PIXEL_SIDE = 32
 
 
@@ -117,7 +117,8 @@ class Probe:
         num_images, world_size = len(subset.indices), distributed.world_size()
         share = -(-num_images // world_size)
         positions = (distributed.rank() * share + torch.arange(share)) % num_images  # the last rank may repeat the first images
-        chunks = subset.indices[positions].split(_CHUNK)
+        chunk_size = min(2048, max(1, _CHUNK_PIXELS // self.views.global_size**2))
+        chunks = subset.indices[positions].split(chunk_size)
         loader = Loader(
             subset.source,
             order_at=lambda chunk: chunks[chunk % len(chunks)],  # read-ahead may ask beyond the last

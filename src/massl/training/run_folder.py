@@ -20,6 +20,7 @@ MAY_CHANGE = frozenset(
         "trainer.device",
         "trainer.accumulation_steps",
         "trainer.activation_checkpointing",
+        "trainer.compile",
         "trainer.checkpoint_every_steps",
         "trainer.keep_checkpoints",
         "trainer.milestone_every_epochs",

@@ -37,6 +37,7 @@ class TrainerSettings(Settings):
     accumulation_steps: int = Field(default=1, gt=0, description="split each batch into this many parts to save memory; same result")
     precision: Literal["fp32", "bf16"] = Field(default="bf16", description="arithmetic of the networks; weights are float32 either way")
     activation_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass to save memory")
+    compile: bool = Field(default=False, description="compile the networks with torch.compile: a minute at the start, faster steps on a GPU")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one")
     log_every_steps: int = Field(default=50, gt=0, description="steps between rows of metrics.jsonl")
     checkpoint_every_steps: int = Field(default=1000, gt=0, description="steps between checkpoints")
@@ -76,6 +77,8 @@ class Trainer:
         self.loader, self.probe = loader, probe
         self.method = method.to(device).train()
         self.method.set_activation_checkpointing(settings.activation_checkpointing)
+        if settings.compile:
+            self.method.compile_backbones()
         self.optimizer = build_optimizer(self.method, schedules.optimizer)
         self.step = TrainingStep(
             method=self.method,
@@ -160,7 +163,7 @@ class Trainer:
     def _log_start(self, display: ProgressDisplay, log: MetricsLog | None) -> None:
         """The row of step 0: loss of the first batch and a probe, both before any training."""
         hyper = self.schedules.at(0)
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             output = self.step.forward(self._views(self.loader.at(0), hyper), hyper)
         self._log(display, log, output, hyper, 0, images_per_second=0.0, probe=self.probe is not None)
 
@@ -188,7 +191,8 @@ class Trainer:
             **{name: float(distributed.mean_over_ranks(value)) for name, value in output.metrics.items()},
         }
         if probe and self.probe is not None:
-            row |= self.probe.measure(self.method, hyper)
+            with torch.compiler.set_stance("force_eager"):  # other shapes and float32: compiling for them would cost more than it saves
+                row |= self.probe.measure(self.method, hyper)
             if done > self._settling_steps:
                 for sign in [*general_collapse_signs(row), *self.method.collapse_signs(row)]:
                     display.warn(f"training may have collapsed: {sign}. See docs/troubleshooting.md.")

@@ -155,7 +155,8 @@ def test_raw_pixels_are_taken_as_they_are_and_not_shared(shape: tuple[int, int])
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "raw"])
 @pytest.mark.parametrize(
-    ("size", "expected"), [((400, 200), (100, 50)), ((90, 300), (30, 100)), ((100, 100), (100, 100)), ((1000, 1), (100, 1))]
+    ("size", "expected"),
+    [((400, 200), (100, 50)), ((90, 300), (30, 100)), ((100, 100), (100, 100)), ((1000, 1), (100, 1)), ((1, 1000), (1, 100))],
 )
 def test_a_long_side_is_reduced_to_the_limit(kind: str, size: tuple[int, int], expected: tuple[int, int]) -> None:
     height, width = size

@@ -16,10 +16,12 @@ def test_a_plain_path_is_a_folder_and_the_home_folder_is_understood(tmp_path: Pa
     assert open_source("folder:~/photos").name == "folder:~/photos"
 
 
-def test_a_path_may_hold_a_colon_or_question_mark(tmp_path: Path) -> None:
+def test_a_path_may_hold_a_colon_or_question_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a:b?c=d").mkdir()
     Image.new("RGB", (2, 2)).save(tmp_path / "a:b?c=d/x.png")
     assert len(open_source(str(tmp_path / "a:b?c=d"))) == 1
+    monkeypatch.chdir(tmp_path.parent)
+    assert len(open_source(f"{tmp_path.name}/a:b?c=d")) == 1
 
 
 def test_an_unknown_scheme_lists_the_known_ones() -> None:

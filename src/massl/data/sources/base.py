@@ -6,10 +6,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from massl.config import MasslError
+
 Pixels = NDArray[np.uint8]
 
 
-class DataError(ValueError):
+class DataError(MasslError, ValueError):
     """The images cannot be used as asked; the message says what to change."""
 
 

@@ -106,10 +106,10 @@ def open_torchvision(location: str, *, name: str) -> TorchvisionSource:
     except ImportError as error:
         raise DataError(f"{name} needs a package that is not installed: {error}; install it with pip") from None
     except (RuntimeError, OSError, ValueError, TypeError) as error:
-        advice = f"expected its files below {arguments['root']!r}; choose the folder with root=DIR" if "root" in arguments else ""
+        advice = f". Its files are expected below {arguments['root']!r}; root=DIR chooses another folder" if "root" in arguments else ""
         if arguments.get("download") is False:
-            advice += " or add download=true to the parameters after '?'"
-        raise DataError(f"{name} cannot be opened: {error}; {advice}") from None
+            advice += ", download=true after the '?' fetches them"
+        raise DataError(f"{name} cannot be opened: {error}{advice}") from None
     return TorchvisionSource(dataset, name=name)
 
 

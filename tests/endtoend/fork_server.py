@@ -1,0 +1,171 @@
+"""Starts `massl` commands as processes of their own, without a new interpreter each time (an import of massl takes 4 s).
+
+This process imports massl once and then forks a child for each job, read from stdin as one JSON line. It computes nothing itself: children
+inherit a single thread. A child runs `massl.cli.main` and then leaves as any Python process does: threads joined, exit functions called.
+"""
+
+import functools
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import torch
+
+import massl.cli
+import massl.training.trainer
+
+
+def _die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
+
+
+def count_events(path: str) -> None:
+    """Write down how many calls and returns of Python and C functions the main thread makes in the whole run."""
+    num_events = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_events
+        num_events += 1
+
+    original = massl.cli.main
+
+    def main(arguments: list[str]) -> int:
+        sys.setprofile(count)
+        try:
+            return original(arguments)
+        finally:
+            sys.setprofile(None)
+            Path(path).write_text(str(num_events))
+
+    massl.cli.main = main  # type: ignore[assignment]
+
+
+def kill_at_event(num_events: int) -> None:
+    """kill -9 at the given call or return, counted as above: anywhere between two machine-independent moments of the run."""
+    left = num_events
+
+    def count_down(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            _die()
+
+    sys.setprofile(count_down)
+
+
+def kill_at_call(target: str, nth: int, moment: str) -> None:
+    """kill -9 before or after the nth call of `module:Class.function`."""
+    module, _, qualified = target.partition(":")
+    *parents, name = qualified.split(".")
+    owner = functools.reduce(getattr, parents, importlib.import_module(module))
+    original, num_calls = getattr(owner, name), 0
+
+    @functools.wraps(original)
+    def wrapped(*positional: Any, **named: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == nth and moment == "before":
+            _die()
+        result = original(*positional, **named)
+        if num_calls == nth and moment == "after":
+            _die()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def kill_in_half_a_checkpoint(nth: int) -> None:
+    """kill -9 when the nth checkpoint is half on the disk."""
+    original, num_calls = torch.save, 0
+
+    def save_half(state: object, file: IO[bytes]) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        original(state, file)
+        if num_calls == nth:
+            file.truncate(file.tell() // 2)
+            file.flush()
+            _die()
+
+    torch.save = save_half
+
+
+def kill_in_half_a_metrics_line(nth: int) -> None:
+    """kill -9 when the nth row of metrics.jsonl is half on the disk."""
+    original, num_calls = massl.training.trainer.MetricsLog.write, 0
+
+    def write_half(log: Any, row: dict[str, float]) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        original(log, row)
+        if num_calls == nth:
+            os.truncate(log.path, log.path.stat().st_size - 20)
+            _die()
+
+    massl.training.trainer.MetricsLog.write = write_half  # type: ignore[method-assign]
+
+
+def limit_file_size(num_bytes: int) -> None:
+    """Writing beyond this size fails, as on a full disk (EFBIG in place of ENOSPC; Python ignores the signal that comes with it)."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
+
+
+HOOKS: dict[str, Callable[..., None]] = {
+    function.__name__: function
+    for function in (
+        count_events,
+        kill_at_event,
+        kill_at_call,
+        kill_in_half_a_checkpoint,
+        kill_in_half_a_metrics_line,
+        limit_file_size,
+    )
+}
+
+
+def _run_child(job: dict[str, Any]) -> NoReturn:
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(job["environment"])
+    sys.argv = ["massl", *job["arguments"]]
+    torch.set_num_threads(1)
+    for name, values in job["hooks"].items():
+        HOOKS[name](*values)
+    sys.exit(massl.cli.main(job["arguments"]))
+
+
+def _poll(pid: int) -> int | None:
+    """Exit status of a child, minus the signal that ended it, or None while it runs."""
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def serve() -> None:
+    """Answer jobs until stdin ends."""
+    assert threading.active_count() == 1
+    print(json.dumps({"ready": True}), flush=True)
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        if "poll" in request:
+            answer: dict[str, int | None] = {"status": _poll(request["poll"])}
+        else:
+            pid = os.fork()
+            if pid == 0:
+                _run_child(request)
+            answer = {"pid": pid}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,59 @@
+from typing import Any
+
+import pytest
+
+from massl.commands.recipe import PretrainRecipe, shipped_recipes
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_lists_the_commands(flag: str, massl_here: Any) -> None:
+    answer = massl_here(flag)
+    assert answer.status == 0
+    assert "pretrain" in answer.output
+    assert "recipes" in answer.output
+    assert not answer.error
+
+
+def test_no_command_shows_the_usage_and_fails(massl_here: Any) -> None:
+    answer = massl_here()
+    assert answer.status == 2
+    assert "usage: massl COMMAND" in answer.text
+
+
+def test_unknown_command_is_named(massl_here: Any) -> None:
+    answer = massl_here("pretrian")
+    assert answer.status == 2
+    assert "massl: no command 'pretrian'" in answer.error
+    assert "usage: massl COMMAND" in answer.error
+
+
+def test_recipes_are_listed_with_their_headers(massl_here: Any) -> None:
+    answer = massl_here("recipes")
+    assert answer.status == 0
+    blocks = [block.splitlines() for block in answer.output.strip().split("\n\n")]
+    assert [block[0] for block in blocks] == ["demo", "massl-cifar", "massl-vitb16", "massl-vits16"] == list(shipped_recipes())
+    for name, command, *rest in blocks:
+        assert command.strip().startswith(f"massl pretrain --recipe {name} ")
+        assert rest, f"{name} says nothing but its command"
+
+
+def test_recipes_takes_no_arguments(massl_here: Any) -> None:
+    assert massl_here("recipes", "--help").status == 0
+    assert massl_here("recipes", "demo").status == 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--recipe", "demo", "--help"]])
+def test_pretrain_help_explains_every_option(arguments: list[str], massl_here: Any) -> None:
+    answer = massl_here("pretrain", *arguments)
+    assert answer.status == 0
+    for section, field in PretrainRecipe.model_fields.items():
+        assert f"{section} options" in answer.text
+        for name in field.annotation.model_fields:  # type: ignore[union-attr]
+            assert f"--{section}.{name}" in answer.text
+    assert "torchrun --nproc-per-node 4 -m massl pretrain" in answer.text
+    assert "photos/ --output runs/a" in answer.text
+
+
+def test_pretrain_help_shows_the_values_of_the_recipe_it_is_given(massl_here: Any) -> None:
+    assert "images per step, over all processes (default: 128)" in massl_here("pretrain", "--recipe", "demo", "--help").text
+    assert "images per step, over all processes (default: 512)" in massl_here("pretrain", "--recipe=massl-cifar", "-h").text

@@ -1,0 +1,186 @@
+"""A run that is stopped, by whatever and wherever, and started again ends as if it had never been stopped: bit for bit."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+NUM_STEPS = 24  # of the tiny recipe on 48 images; checkpoints every 4 steps, probes every 6
+
+
+@pytest.fixture(scope="module")
+def command(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], list[str | Path]]:
+    """The command of a run on PNG files, one of them damaged: threads, decoding and a stand-in take part."""
+    root = tmp_path_factory.mktemp("photos")
+    generator = random.Random(0)
+    for number in range(48):
+        folder = root / f"class{number % 4}"
+        folder.mkdir(exist_ok=True)
+        Image.frombytes("RGB", (20, 24), generator.randbytes(20 * 24 * 3)).save(folder / f"{number:03d}.png")
+    damaged = root / "class1" / "005.png"
+    damaged.write_bytes(damaged.read_bytes()[:300])
+    return lambda output: ["pretrain", "--recipe", recipe, "--data.source", root, "--output", output]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(command: Any, server: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("uninterrupted") / "run"
+    answer = server.run(*command(run), count_events=[str(run.parent / "num_events")])
+    assert answer.status == 0, answer.text
+    assert "ResourceWarning" not in answer.text
+    return run
+
+
+def test_run_killed_ten_times_at_random_moments_ends_bit_for_bit_as_one_never_killed(
+    command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path
+) -> None:
+    num_events = int((uninterrupted.parent / "num_events").read_text())
+    generator = random.Random(2024)
+    num_kills, num_runs = 0, 0
+    while num_kills < 10:  # a run may get to its end before ten kills have hit it: then another one takes the rest
+        run = tmp_path / f"run{num_runs}"
+        num_runs += 1
+        finished = False
+        while not finished:
+            if num_kills >= 10:
+                answer = server.run(*command(run))
+            elif num_kills % 2:  # by the test, whatever the process is doing
+                process = server.start(*command(run))
+                wanted = generator.randrange(NUM_STEPS // 2)
+                process.wait_until(lambda run=run, wanted=wanted: len(_lines(run)) > wanted)
+                time.sleep(generator.uniform(0, 0.05))
+                if process.poll() is None:
+                    os.kill(process.pid, signal.SIGKILL)
+                answer = process.wait()
+            else:  # at a call drawn from all calls of the run, start-up and checkpoints too
+                answer = server.run(*command(run), kill_at_event=[generator.randrange(num_events * 2 // 3)])
+            assert answer.status in (0, -signal.SIGKILL), answer.text
+            num_kills += answer.status != 0
+            finished = answer.status == 0
+        runs.assert_bitwise_equal(run, uninterrupted)
+
+
+def _lines(run: Path) -> list[str]:
+    path = run / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        pytest.param({"kill_at_call": ["massl.training.run_folder:write_atomically", 1, "before"]}, id="before anything is written"),
+        pytest.param({"kill_at_call": ["os:fsync", 1, "after"]}, id="while the recipe is written"),
+        pytest.param({"kill_at_call": ["massl.training.step:clip_each_gradient", 3, "after"]}, id="before the first checkpoint"),
+        pytest.param({"kill_in_half_a_checkpoint": [1]}, id="while the first checkpoint is written"),
+        pytest.param({"kill_in_half_a_checkpoint": [3]}, id="while a checkpoint is written"),
+        pytest.param({"kill_at_call": ["massl.training.checkpoint:CheckpointStore.save", 2, "after"]}, id="before the backbone is written"),
+        pytest.param({"kill_at_call": ["massl.training.checkpoint:CheckpointStore.save", 6, "after"]}, id="before the last backbone"),
+        pytest.param({"kill_at_call": ["massl.training.checkpoint:CheckpointStore.path", 4, "after"]}, id="while old ones are dropped"),
+        pytest.param({"kill_at_call": ["massl.training.probes:knn_accuracy", 2, "before"]}, id="in a probe"),
+        pytest.param({"kill_in_half_a_metrics_line": [12]}, id="while metrics are written"),
+        pytest.param({"kill_at_call": ["massl.nn.memory:MemoryBank.enqueue", 10, "before"]}, id="between weights and memory"),
+    ],
+)
+def test_kill_at_the_worst_moment_changes_nothing(
+    hooks: dict[str, list[Any]], command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert server.run(*command(run), **hooks).status == -signal.SIGKILL
+    answer = server.run(*command(run))
+    assert answer.status == 0, answer.text
+    runs.assert_bitwise_equal(run, uninterrupted)
+    assert not list(run.rglob("*.partial"))
+
+
+def test_checkpoint_damaged_on_the_disk_is_named_and_the_one_before_it_taken(
+    command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    assert server.run(*command(run), kill_at_call=["massl.nn.memory:MemoryBank.enqueue", 15, "before"]).status == -signal.SIGKILL
+    newest = run / "checkpoints" / "step_000000012.pt"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    answer = server.run(*command(run))
+    assert answer.status == 0
+    assert f"warning: cannot read the checkpoint {newest}" in answer.text
+    assert "continuing at step 8 of 24" in answer.text
+    runs.assert_bitwise_equal(run, uninterrupted)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signal_saves_a_checkpoint_at_once_and_the_same_command_continues(
+    number: signal.Signals, status: int, command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = server.start(*command(run), "--trainer.checkpoint_every_steps", "1000")
+    process.wait_until(lambda: len(_lines(run)) > 5)
+    os.kill(process.pid, number)
+    answer = process.wait()
+    stopped = runs.state(run)["step"]
+    assert 5 <= stopped < NUM_STEPS
+    assert answer.status == status
+    assert f"stopped at step {stopped} of 24; a checkpoint is saved, the same command continues" in answer.text
+    assert "Traceback" not in answer.text
+    assert "ResourceWarning" not in answer.text
+    assert len(_lines(run)) == stopped + 1
+    answer = server.run(*command(run))
+    assert answer.status == 0
+    assert f"continuing at step {stopped} of 24" in answer.text
+    runs.assert_bitwise_equal(run, uninterrupted)
+
+
+def test_signal_before_training_begins_ends_without_traceback(command: Any, server: Any, tmp_path: Path) -> None:
+    process = server.start(*command(tmp_path / "run"))
+    process.wait_until((tmp_path / "run").is_dir)
+    os.kill(process.pid, signal.SIGINT)
+    answer = process.wait()
+    assert answer.status == 130
+    assert "Traceback" not in answer.text
+
+
+def test_longer_max_steps_continues_a_run(command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    answer = server.run(*command(run), "--trainer.max_steps", "5")
+    assert answer.status == 0
+    assert "finished: 5 steps (of 24: trainer.max_steps)" in answer.text
+    answer = server.run(*command(run), "--trainer.max_steps", "13")
+    assert answer.status == 0
+    assert "continuing at step 5 of 13" in answer.text
+    assert runs.state(run)["step"] == 13
+    answer = server.run(*command(run), "--trainer.max_steps", "None")
+    assert answer.status == 0
+    # The ends at 5 and 13 were probed, which the uninterrupted run has not done.
+    probe_keys = {"knn_top1", "effective_rank", "embedding_spread", "teacher_entropy", "memory_winner_share"}
+    for row, expected in zip(runs.rows(run), runs.rows(uninterrupted), strict=True):
+        extra = row.keys() - expected.keys()
+        assert extra == (probe_keys if row["step"] in (5, 13) else set())
+        assert {key: value for key, value in row.items() if key not in extra} == expected
+    assert runs.difference(runs.backbone(run), runs.backbone(uninterrupted)) is None
+
+
+def test_finished_run_says_so_and_is_not_trained_again(command: Any, server: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert server.run(*command(run), "--trainer.max_steps", "5").status == 0
+    kept = ("metrics.jsonl", "backbone.safetensors", "checkpoints/step_000000005.pt")
+    before = {name: ((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in kept}
+    answer = server.run(*command(run), "--trainer.max_steps", "5")
+    assert answer.status == 0
+    assert "finished: 5 steps" in answer.text
+    assert "step 1/" not in answer.text
+    assert {name: ((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in kept} == before
+
+
+def test_run_of_another_recipe_is_refused_and_the_difference_named(command: Any, server: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert server.run(*command(run), "--trainer.max_steps", "1").status == 0
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    answer = server.run(*command(run), "--trainer.max_steps", "2", "--optimizer.learning_rate", "0.5", "--method.memory.num_rows", "40")
+    assert answer.status == 1
+    assert "holds a run of another recipe: method.memory.num_rows was 32, now 40; optimizer.learning_rate was 0.01, now 0.5" in answer.text
+    assert "Traceback" not in answer.text
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

@@ -1,0 +1,165 @@
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+from massl.config import RecipeError
+from massl.nn.backbone import Backbone, BackboneSettings, build_backbone, patch_side
+
+TINY = BackboneSettings(
+    name="vit_tiny_patch16_224", image_size=32, patch_size=8, timm_options={"embed_dim": 24, "depth": 3, "num_heads": 2}
+)
+
+
+def images(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def plain_timm(backbone: Backbone) -> torch.nn.Module:
+    """The same weights in a model that timm alone has built."""
+    arguments = dict(backbone.timm_arguments)
+    model = timm.create_model(arguments.pop("model_name"), **arguments)
+    model.load_state_dict(backbone.model.state_dict())
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TINY,
+        BackboneSettings(name="vit_small_patch14_reg4_dinov2", image_size=28, timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2}),
+        BackboneSettings(name="vit_little_patch16_reg4_gap_256", image_size=32, timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2}),
+    ],
+    ids=["class token", "class and register tokens", "mean of patches"],
+)
+def test_at_their_own_size_transformers_give_the_features_of_timm(settings: BackboneSettings) -> None:
+    backbone = build_backbone(settings, seed=0).eval()
+    model, batch = plain_timm(backbone), images(2, 3, settings.image_size or 0, settings.image_size or 0)
+    tokens = backbone(batch)
+    torch.testing.assert_close(tokens.pooled, model(batch), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(tokens.patches, model.forward_features(batch)[:, model.num_prefix_tokens :], rtol=1e-5, atol=1e-6)
+    assert tokens.pooled.shape == (2, backbone.dim)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("vit_small_patch16_224", 21.67), ("vit_base_patch16_224", 85.80)])
+def test_the_backbones_of_the_paper_have_as_many_parameters_as_the_authors(name: str, millions: float) -> None:
+    with torch.device("meta"):
+        backbone = build_backbone(BackboneSettings(name=name), seed=0)
+    assert sum(parameter.numel() for parameter in backbone.parameters()) == pytest.approx(millions * 1e6, abs=5e3)
+
+
+@pytest.mark.parametrize(("height", "width", "num_patches"), [(8, 8, 1), (16, 16, 4), (40, 24, 15), (39, 30, 12), (64, 32, 32)])
+def test_a_transformer_takes_images_of_any_size_and_leaves_out_what_fills_no_patch(height: int, width: int, num_patches: int) -> None:
+    backbone = build_backbone(TINY, seed=0)
+    batch = images(2, 3, height, width)
+    tokens = backbone(batch)
+    assert tokens.patches is not None
+    assert tokens.patches.shape == (2, num_patches, 24)
+    cropped = backbone(batch[:, :, : height - height % 8, : width - width % 8])
+    assert torch.equal(cropped.pooled, tokens.pooled)
+
+
+def test_positions_of_other_sizes_are_resampled_as_dino_does_and_not_as_timm_does() -> None:
+    settings = TINY.model_copy(update={"timm_options": {**TINY.timm_options, "dynamic_img_size": True}})
+    backbone = build_backbone(settings, seed=0).eval()
+    batch = images(2, 3, 16, 16)
+    difference = (backbone(batch).pooled - plain_timm(backbone)(batch)).abs().max()
+    assert 1e-5 < difference < 0.1
+
+
+def test_other_networks_give_their_pooled_features() -> None:
+    backbone = build_backbone(BackboneSettings(name="resnet18", drop_path_rate=0.0), seed=0).eval()
+    batch = images(2, 3, 40, 32)
+    tokens = backbone(batch)
+    assert tokens.patches is None
+    assert tokens.pooled.shape == (2, 512)
+    assert backbone.dim == 512
+    torch.testing.assert_close(tokens.pooled, plain_timm(backbone)(batch))
+    with pytest.raises(RecipeError, match="activation checkpointing is available for vision transformers"):
+        backbone.set_activation_checkpointing(True)
+    backbone.set_activation_checkpointing(False)
+
+
+def test_the_side_of_a_patch_is_known_and_1_for_networks_without() -> None:
+    assert patch_side(build_backbone(TINY, seed=0).model) == 8
+    assert patch_side(torch.nn.Linear(1, 1)) == 1
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(RecipeError, match=r"timm has no model 'vit_smal_patch16_224'\. Did you mean 'vit_small_patch16_224'\?"):
+        build_backbone(BackboneSettings(name="vit_smal_patch16_224"), seed=0)
+
+
+def test_arguments_that_timm_does_not_take_are_refused_with_its_reason() -> None:
+    with pytest.raises(RecipeError, match=r'timm cannot build resnet18 with \{"num_classes": 0, "img_size": 64\}: .*img_size'):
+        build_backbone(BackboneSettings(name="resnet18", image_size=64), seed=0)
+
+
+def test_the_weights_depend_on_the_seed_alone_and_the_global_generator_is_left_alone() -> None:
+    torch.manual_seed(1)
+    first = build_backbone(TINY, seed=5).state_dict()
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), drawn)
+    second, other = build_backbone(TINY, seed=5).state_dict(), build_backbone(TINY, seed=6).state_dict()
+    for key, value in first.items():
+        assert torch.equal(second[key], value), key
+    for key in ("cls_token", "pos_embed", "blocks.0.attn.qkv.weight"):
+        assert not torch.equal(other[f"model.{key}"], first[f"model.{key}"]), key
+
+
+def test_drop_path_does_not_change_the_weights() -> None:
+    without, with_drop_path = (build_backbone(TINY, seed=5, drop_path_rate=rate).state_dict() for rate in (0.0, 0.5))
+    assert without.keys() == with_drop_path.keys()
+    assert all(torch.equal(without[key], with_drop_path[key]) for key in without)
+
+
+def test_the_class_token_starts_as_wide_as_the_position_embeddings() -> None:
+    backbone = build_backbone(BackboneSettings(name="vit_small_patch16_224", timm_options={"depth": 1}), seed=0)
+    assert backbone.model.cls_token.std().item() == pytest.approx(0.02, rel=0.15)
+    assert backbone.model.pos_embed.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_stochastic_depth_happens_only_with_keys_and_rises_over_depth() -> None:
+    backbone = build_backbone(TINY, seed=0, drop_path_rate=0.5).train()
+    assert sorted({layer.drop_probability for layer in backbone._drop_paths}) == [0.25, 0.5]  # timm makes none for the first block
+    batch, keys = images(8, 3, 32, 32), torch.arange(8)
+    plain = backbone(batch).pooled
+    dropped = backbone(batch, keys).pooled
+    assert not torch.allclose(dropped, plain, atol=1e-3)
+    assert torch.equal(backbone(batch).pooled, plain)  # what an earlier pass has set is forgotten
+    assert torch.equal(backbone(batch, keys).pooled, dropped)
+    torch.testing.assert_close(backbone(batch[2:5], keys[2:5]).pooled, dropped[2:5])
+
+
+def test_without_drop_path_keys_change_nothing() -> None:
+    backbone, batch = build_backbone(TINY, seed=0), images(2, 3, 32, 32)
+    assert torch.equal(backbone(batch, torch.arange(2)).pooled, backbone(batch).pooled)
+
+
+@pytest.mark.parametrize("drop_path_rate", [0.0, 0.5])
+def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit(drop_path_rate: float) -> None:
+    """Two passes with different keys before one backward pass: each recomputation must see its own coin flips."""
+    gradients = []
+    for enabled in (False, True):
+        backbone = build_backbone(TINY, seed=0, drop_path_rate=drop_path_rate).train()
+        backbone.set_activation_checkpointing(enabled)
+        first, second = backbone(images(4, 3, 32, 32), torch.arange(4)), backbone(images(4, 3, 16, 16), torch.arange(4, 8))
+        (first.pooled * second.pooled).sum().backward()
+        gradients.append([parameter.grad for parameter in backbone.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert plain is not None
+        assert recomputed is not None
+        assert torch.equal(plain, recomputed)
+
+
+def test_activation_checkpointing_keeps_fewer_tensors_for_the_backward_pass() -> None:
+    num_saved = []
+    for enabled in (False, True):
+        backbone = build_backbone(TINY, seed=0)
+        backbone.set_activation_checkpointing(enabled)
+        saved: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, saved=saved: saved.append(0) or tensor, lambda tensor: tensor):
+            backbone(images(2, 3, 32, 32))
+        num_saved.append(len(saved))
+    assert num_saved[1] < num_saved[0]

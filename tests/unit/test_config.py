@@ -1,0 +1,162 @@
+from pathlib import Path
+
+import pytest
+from pydantic import Field, ValidationError, model_validator
+
+from massl.commands.recipe import PretrainRecipe, load_recipe, recipe_header, shipped_recipes
+from massl.config import RecipeError, Settings, closest, fingerprint, flatten, merge, read_yaml, to_yaml, validate
+
+
+class Engine(Settings):
+    cylinders: int = Field(default=4, gt=0)
+    fuel: str = "petrol"
+
+
+class Spare(Settings):
+    size: int = 16
+
+
+class Car(Settings):
+    engine: Engine = Engine()
+    spare: Spare | None = None
+    wheels: tuple[int, int] = (2, 2)
+    price: float = 1.0
+
+    @model_validator(mode="after")
+    def _is_affordable(self) -> "Car":
+        if self.price > 1e6:
+            raise ValueError("price is more than anyone pays: lower it")
+        return self
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
+    with pytest.raises(RecipeError, match=r"recipe x: unknown key prise\. Did you mean 'price'\?"):
+        validate(Car, {"prise": 2}, origin="recipe x")
+
+
+def test_an_unknown_nested_key_is_named_with_its_section() -> None:
+    with pytest.raises(RecipeError, match=r"unknown key engine\.cylinder\. Did you mean 'cylinders'\?"):
+        validate(Car, {"engine": {"cylinder": 6}}, origin="recipe")
+    with pytest.raises(RecipeError, match=r"unknown key spare\.sise\. Did you mean 'size'\?"):
+        validate(Car, {"spare": {"sise": 6}}, origin="recipe")
+
+
+def test_all_unknown_keys_are_named_at_once_and_nothing_is_guessed_for_a_word_unlike_any() -> None:
+    with pytest.raises(RecipeError) as caught:
+        validate(Car, {"engine": {"cylinder": 6}, "zzz": 1}, origin="recipe")
+    assert "engine.cylinder" in str(caught.value)
+    assert str(caught.value).endswith("unknown key zzz.")
+    assert closest("zzz", ["price"]) == ""
+
+
+def test_a_bad_value_is_named_with_its_dotted_key_and_what_was_given() -> None:
+    with pytest.raises(RecipeError, match=r"recipe: engine\.cylinders: Input should be greater than 0 \(got 0\)"):
+        validate(Car, {"engine": {"cylinders": 0}}, origin="recipe")
+    with pytest.raises(RecipeError, match=r"recipe: price is more than anyone pays: lower it$"):
+        validate(Car, {"price": 2e6}, origin="recipe")
+    with pytest.raises(RecipeError, match="price: Input should be a finite number"):
+        validate(Car, {"price": float("nan")}, origin="recipe")
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Car().price = 3.0
+    with pytest.raises(ValidationError, match="frozen"):
+        Car().engine.cylinders = 3
+
+
+def test_dotted_overrides_change_single_values_and_leave_the_rest_and_the_original_alone() -> None:
+    values = {"engine": {"cylinders": 6, "fuel": "diesel"}, "price": 2.0}
+    merged = merge(values, {"engine.cylinders": 8, "spare.size": 17})
+    assert merged == {"engine": {"cylinders": 8, "fuel": "diesel"}, "price": 2.0, "spare": {"size": 17}}
+    assert values == {"engine": {"cylinders": 6, "fuel": "diesel"}, "price": 2.0}
+
+
+def test_an_override_below_a_value_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"override price\.tax: price is a value, not a section"):
+        merge({"price": 2.0}, {"price.tax": 0.2})
+
+
+def test_flatten_names_every_value_by_its_dotted_key() -> None:
+    assert flatten(Car()) == {"engine.cylinders": 4, "engine.fuel": "petrol", "spare": None, "wheels": [2, 2], "price": 1.0}
+    assert flatten(Car(spare=Spare()))["spare.size"] == 16
+
+
+def test_the_fingerprint_depends_on_values_and_not_on_their_order() -> None:
+    assert fingerprint({"a": 1, "b": 2.5}) == fingerprint({"b": 2.5, "a": 1})
+    assert len({fingerprint(flatten(Car(price=price))) for price in (1.0, 1.0 + 1e-15, 2.0)}) == 3
+
+
+def test_a_recipe_written_as_yaml_reads_back_as_the_same_recipe(tmp_path: Path) -> None:
+    car = Car(price=1e-4, spare=Spare(size=3), wheels=(1, 2))
+    (tmp_path / "car.yaml").write_text(to_yaml(car))
+    assert validate(Car, read_yaml(tmp_path / "car.yaml"), origin="car.yaml") == car
+
+
+@pytest.mark.parametrize(("text", "message"), [("a: [", "is not valid YAML"), ("- 1\n", "holds no recipe"), ("", "holds no recipe")])
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        read_yaml(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_every_shipped_recipe_loads_and_says_how_to_run_it(name: str) -> None:
+    assert isinstance(load_recipe(name), PretrainRecipe)
+    assert recipe_header(shipped_recipes()[name]).startswith(f"massl pretrain --recipe {name} ")
+
+
+def test_the_recipes_of_the_paper_are_shipped() -> None:
+    assert {"demo", "massl-vits16", "massl-vitb16"} <= shipped_recipes().keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "backbone", "epochs", "peak", "smallest", "warmup", "momentum", "temperature_warmup"),
+    [
+        ("massl-vits16", "vit_small_patch16_224", 800, 2e-3, 1e-6, 0, 0.992, 30),
+        ("massl-vitb16", "vit_base_patch16_224", 400, 3e-3, 2e-6, 10, 0.996, 50),
+    ],
+)
+def test_the_recipes_of_the_paper_hold_the_values_of_its_protocol(
+    name: str, backbone: str, epochs: int, peak: float, smallest: float, warmup: int, momentum: float, temperature_warmup: int
+) -> None:
+    """PROTOCOLS 13.3."""
+    recipe = load_recipe(name)
+    assert (recipe.backbone.name, recipe.backbone.drop_path_rate) == (backbone, 0.1)
+    assert (recipe.trainer.epochs, recipe.trainer.batch_size) == (epochs, 1024)
+    assert recipe.optimizer.peak_learning_rate(recipe.trainer.batch_size) == pytest.approx(peak, rel=1e-12)
+    assert (recipe.optimizer.min_learning_rate, recipe.optimizer.warmup_epochs) == (smallest, warmup)
+    assert (recipe.optimizer.weight_decay, recipe.optimizer.weight_decay_end, recipe.optimizer.clip_norm) == (0.04, 0.4, 3.0)
+    assert recipe.optimizer.betas == (0.9, 0.999)
+    method = recipe.method
+    assert (method.memory.num_rows, method.memory.block_size, method.memory.random_blocks) == (65_536, 16_384, True)
+    assert (method.head.num_layers, method.head.hidden_dim, method.head.out_dim) == (3, 2048, 256)
+    assert (method.student_temperature, method.teacher.momentum) == (0.1, momentum)
+    assert (method.teacher.temperature_start, method.teacher.temperature) == (0.04, 0.07)
+    assert method.teacher.temperature_warmup_epochs == temperature_warmup
+    views = recipe.views
+    assert (views.num_global, views.global_size, views.global_scale) == (2, 224, (0.32, 1.0))
+    assert (views.num_local, views.local_size, views.local_scale) == (10, 96, (0.05, 0.32))
+    assert (views.first_global_blur_probability, views.second_global_blur_probability, views.local_blur_probability) == (1.0, 0.1, 0.5)
+    assert (views.solarise_probability, views.grey_probability, views.flip_probability, views.jitter_probability) == (0.2, 0.2, 0.5, 0.8)
+    assert (views.brightness, views.contrast, views.saturation, views.hue) == (0.4, 0.4, 0.2, 0.1)
+
+
+def test_a_recipe_takes_overrides_by_dotted_key() -> None:
+    assert load_recipe("demo", {"trainer.epochs": 3, "method.memory.num_rows": 2048}).method.memory.num_rows == 2048
+    with pytest.raises(RecipeError, match=r"recipe demo: unknown key trainer\.epoch\. Did you mean 'epochs'\?"):
+        load_recipe("demo", {"trainer.epoch": 3})
+    with pytest.raises(RecipeError, match=r"method\.memory: a block of 1024 rows does not fit a memory of 512"):
+        load_recipe("demo", {"method.memory.num_rows": 512})
+
+
+def test_a_recipe_is_read_from_a_file_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("trainer: {epochs: 7}\n")
+    assert load_recipe(tmp_path / "mine.yaml").trainer.epochs == 7
+
+
+def test_an_unknown_recipe_is_refused_with_the_names_of_those_there_are() -> None:
+    with pytest.raises(
+        RecipeError, match=r"no recipe 'massl-vits6': neither shipped \(demo, .*\) nor a file\. Did you mean 'massl-vits16'\?"
+    ):
+        load_recipe("massl-vits6")

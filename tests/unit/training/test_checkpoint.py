@@ -1,0 +1,190 @@
+import errno
+import os
+import pickle
+import resource
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+
+from massl.training import checkpoint
+from massl.training.checkpoint import CheckpointError, CheckpointStore, load_checkpoint, write_atomically
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"step": step, "method": {"weight": torch.full((1000,), float(step))}, "optimizer": {"state": {}, "betas": (0.9, 0.999)}}
+
+
+def store_with(folder: Path, *steps: int, keep_last: int = 2, milestone_every: int = 0) -> CheckpointStore:
+    store = CheckpointStore(folder / "checkpoints", keep_last)
+    for step in steps:
+        store.save(step, state(step), milestone_every=milestone_every)
+    return store
+
+
+def no_warning(message: str) -> None:
+    raise AssertionError(message)
+
+
+class Evil:
+    """Unpickled, it would leave a file behind."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    loaded = store_with(tmp_path, 7).load_latest(no_warning)
+    assert loaded is not None
+    assert loaded["step"] == 7
+    assert torch.equal(loaded["method"]["weight"], torch.full((1000,), 7.0))
+    assert loaded["optimizer"] == {"state": {}, "betas": (0.9, 0.999)}
+
+
+def test_a_folder_without_checkpoints_gives_none(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "nowhere", 2).load_latest(no_warning) is None
+    assert CheckpointStore(tmp_path, 2).load_latest(no_warning) is None
+
+
+def test_the_last_few_and_the_milestones_are_kept(tmp_path: Path) -> None:
+    assert store_with(tmp_path / "last", 1, 2, 3, 4, 5).steps() == [4, 5]
+    assert store_with(tmp_path / "one", 1, 2, keep_last=1).steps() == [2]
+    assert store_with(tmp_path / "milestones", *range(5, 41, 5), milestone_every=20).steps() == [20, 35, 40]
+
+
+def test_steps_are_ordered_by_number_and_other_files_are_left_alone(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 9, 10, 100_000_001, keep_last=3)
+    (store.folder / "notes.txt").write_text("mine")
+    (store.folder / "step_5.pt").write_text("not ours")
+    store.save(100_000_002, state(100_000_002), milestone_every=0)
+    assert store.steps() == [10, 100_000_001, 100_000_002]
+    assert {"notes.txt", "step_5.pt"} <= {path.name for path in store.folder.iterdir()}
+
+
+def test_a_writer_that_fails_midway_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    target.write_bytes(b"old")
+
+    def fail(file: IO[bytes]) -> None:
+        file.write(b"half of the new")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(target, fail)
+    assert target.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_target_is_replaced_only_when_everything_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, events = tmp_path / "file", list[str]()
+    target.write_bytes(b"old")
+    fsync, replace = os.fsync, Path.replace
+
+    def spy_fsync(descriptor: int) -> None:
+        assert os.fstat(descriptor).st_size == 3  # flushed before
+        events.append("fsync")
+        fsync(descriptor)
+
+    def spy_replace(path: Path, other: Path) -> Path:
+        events.append("replace")
+        assert target.read_bytes() == b"old"
+        return replace(path, other)
+
+    monkeypatch.setattr(os, "fsync", spy_fsync)
+    monkeypatch.setattr(Path, "replace", spy_replace)
+    write_atomically(target, lambda file: file.write(b"new") and None)
+    assert events == ["fsync", "replace"]
+    assert target.read_bytes() == b"new"
+
+
+def test_a_full_disk_is_reported_with_what_is_intact(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"could not write .*step_000000020\.pt: .*Is the disk full\? The checkpoint of step 10 is intact"
+        ):
+            store.save(20, {"weight": torch.zeros(1_000_000)}, milestone_every=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in store.folder.iterdir()] == ["step_000000010.pt"]
+    loaded = store.load_latest(no_warning)
+    assert loaded is not None
+    assert loaded["step"] == 10
+
+
+def test_a_disk_that_refuses_the_flush_is_reported_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint.os, "fsync", refuse)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*No earlier checkpoint exists\. Free some space"):
+        store_with(tmp_path, 10)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_nothing_old_is_dropped_before_the_new_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_with(tmp_path, 10, 20)
+    monkeypatch.setattr(checkpoint.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(CheckpointError, match="The checkpoint of step 20 is intact"):
+        store.save(30, state(30), milestone_every=0)
+    assert store.steps() == [10, 20]
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut short", "garbage", "a block of zeros", "other letters"])
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
+    store = store_with(tmp_path, 10, 20)
+    path = store.path(20)
+    content = path.read_bytes()
+    zeros_at = content.index(torch.full((1000,), 20.0).numpy().tobytes()) + 512  # amid the weights: the file's structure is intact
+    path.write_bytes(
+        {
+            "empty": b"",
+            "cut short": content[: len(content) // 2],
+            "garbage": b"garbage" * 100,
+            "a block of zeros": content[:zeros_at] + bytes(512) + content[zeros_at + 512 :],
+            "other letters": content.replace(b"betas", b"be\xffas"),
+        }[damage]
+    )
+    warnings: list[str] = []
+    loaded = store.load_latest(warnings.append)
+    assert loaded is not None
+    assert loaded["step"] == 10
+    assert len(warnings) == 1
+    assert f"cannot read the checkpoint {path}" in warnings[0]
+
+
+def test_when_no_checkpoint_can_be_read_the_run_does_not_start_anew_silently(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 10, 20)
+    for step in store.steps():
+        store.path(step).write_bytes(b"")
+    warnings: list[str] = []
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* can be read"):
+        store.load_latest(warnings.append)
+    assert len(warnings) == 2
+
+
+@pytest.mark.parametrize("kind", ["torch file", "bare pickle"])
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path, kind: str) -> None:
+    path, trace = tmp_path / "evil.pt", tmp_path / "trace"
+    if kind == "torch file":
+        torch.save({"step": 1, "method": Evil(trace)}, path)
+    else:
+        path.write_bytes(pickle.dumps({"step": 1, "method": Evil(trace)}, protocol=2))
+    with pytest.raises(CheckpointError, match="cannot read the checkpoint"):
+        load_checkpoint(path)
+    assert not trace.exists()
+    torch.load(path, weights_only=False) if kind == "torch file" else pickle.loads(path.read_bytes())
+    assert trace.exists()  # the file was as evil as it should be
+
+
+def test_tensors_come_back_on_the_cpu_and_a_missing_file_is_an_error_of_ours(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 3)
+    assert load_checkpoint(store.path(3))["method"]["weight"].device.type == "cpu"
+    with pytest.raises(CheckpointError, match="cannot read the checkpoint"):
+        load_checkpoint(store.path(4))

@@ -1,0 +1,147 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from massl.config import RecipeError
+from massl.data.settings import DataSettings
+from massl.data.sources.array import ArraySource
+from massl.data.views import ViewBatch, ViewSettings
+from massl.methods.base import Method, StepHyper, StepOutput
+from massl.nn.backbone import Backbone
+from massl.training.probes import Probe, ProbeSettings, general_collapse_signs
+
+HYPER = StepHyper(step=0, epoch=0, learning_rate=0.1, weight_decay=0.0, momentum=0.9, teacher_temperature=0.05)
+VIEWS = ViewSettings(global_size=4, local_size=4, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+
+
+class MeanColour(nn.Module):
+    """Features that can be worked out by hand."""
+
+    num_features = 3
+
+    def forward(self, images: Tensor) -> Tensor:  # [B, 3, H, W] -> [B, 3]
+        assert not self.training
+        return images.mean(dim=(2, 3)) if not self.collapsed else torch.ones(len(images), 3)
+
+    collapsed = False
+
+
+class Still(Method):
+    """A method that learns nothing and reports how many features it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = Backbone(MeanColour(), timm_arguments={})
+
+    def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
+        raise NotImplementedError
+
+    def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
+        raise NotImplementedError
+
+    def backbone_to_evaluate(self) -> Backbone:
+        return self.backbone
+
+    def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:
+        return {"num_shown": float(len(features))}
+
+
+def coloured(num_images: int, *, labels: list[int] | None) -> ArraySource:
+    """Image i is red, green or blue, of a brightness of its own; where labelled, the label is its colour."""
+    pixels = np.zeros((num_images, 6, 5, 3), dtype=np.uint8)
+    for i in range(num_images):
+        pixels[i, :, :, i % 3] = 100 + i
+    names = None if labels is None else ("red", "green", "blue")
+    array = None if labels is None else np.array(labels)
+    return ArraySource(name="coloured", pixels=pixels, labels=array, class_names=names, key_prefix="coloured")
+
+
+def probe(source: ArraySource, **settings: object) -> Probe:
+    return Probe(
+        ProbeSettings(**{"num_neighbours": 3, **settings}),
+        data=DataSettings(num_workers=0),
+        views=VIEWS,
+        training_source=source,
+        seed=0,
+        device=torch.device("cpu"),
+        on_skip=print,
+    )
+
+
+def test_with_labels_the_probe_scores_nearest_neighbours_and_without_it_does_not() -> None:
+    labelled = probe(coloured(30, labels=[i % 3 for i in range(30)])).measure(Still(), HYPER)
+    assert labelled["knn_top1"] == 100.0  # colours are told apart
+    unlabelled = probe(coloured(30, labels=None)).measure(Still(), HYPER)
+    assert unlabelled.keys() == {"effective_rank", "num_shown"}
+    assert unlabelled["effective_rank"] == pytest.approx(3.0, abs=0.01)
+
+
+def test_wrong_labels_lower_the_score() -> None:
+    assert probe(coloured(60, labels=[i // 20 for i in range(60)])).measure(Still(), HYPER)["knn_top1"] < 80.0
+
+
+def test_queries_held_out_of_the_database_are_never_in_it_and_are_at_most_half() -> None:
+    source = coloured(30, labels=[i % 3 for i in range(30)])
+    for max_queries, num_queries in ((2, 2), (10, 10), (1000, 15)):
+        chosen = probe(source, max_queries=max_queries)
+        assert chosen._database is not None
+        queries, database = set(chosen._queries.indices.tolist()), set(chosen._database.indices.tolist())
+        assert len(queries) == num_queries
+        assert not queries & database
+        assert queries | database == set(range(30))
+
+
+def test_no_more_images_are_taken_than_asked_for_and_always_the_same() -> None:
+    source = coloured(30, labels=[i % 3 for i in range(30)])
+    first, second = (probe(source, max_queries=4, max_database=7) for _ in range(2))
+    assert first._database is not None
+    assert second._database is not None
+    assert (len(first._queries.indices), len(first._database.indices)) == (4, 7)
+    assert torch.equal(first._queries.indices, second._queries.indices)
+    assert torch.equal(first._database.indices, second._database.indices)
+    assert first.measure(Still(), HYPER)["num_shown"] == 4
+
+
+def test_queries_and_database_of_their_own_are_used_whole(tmp_path: Path) -> None:
+    images = coloured(12, labels=None).pixels
+    np.savez(tmp_path / "queries.npz", images=images, labels=np.arange(12) % 3)
+    np.savez(tmp_path / "database.npz", images=images[:9], labels=np.arange(9) % 3)
+    chosen = probe(coloured(3, labels=None), queries=str(tmp_path / "queries.npz"), database=str(tmp_path / "database.npz"))
+    assert chosen._database is not None
+    assert (len(chosen._queries.indices), len(chosen._database.indices)) == (12, 9)
+    assert chosen.measure(Still(), HYPER)["knn_top1"] == 100.0
+
+
+def test_a_source_named_for_the_probe_must_have_labels(tmp_path: Path) -> None:
+    np.savez(tmp_path / "plain.npz", images=coloured(4, labels=None).pixels)
+    with pytest.raises(RecipeError, match=r"plain\.npz has no labels; k-NN probes need class folders or a labelled data set"):
+        probe(coloured(6, labels=[0, 1, 2, 0, 1, 2]), queries=str(tmp_path / "plain.npz"))
+
+
+def test_images_without_a_label_among_labelled_ones_do_not_stop_the_probe() -> None:
+    labels = [-1 if i % 4 == 0 else i % 3 for i in range(40)]
+    assert probe(coloured(40, labels=labels)).measure(Still(), HYPER)["knn_top1"] == 100.0
+
+
+def test_the_backbone_is_in_eval_mode_while_probed_and_in_its_own_mode_afterwards() -> None:
+    for training in (True, False):
+        method = Still().train(training)
+        probe(coloured(9, labels=None)).measure(method, HYPER)  # MeanColour refuses to run in training mode
+        assert method.backbone_to_evaluate().training is training
+
+
+def test_raw_pixels_are_scored_where_there_are_labels() -> None:
+    assert probe(coloured(30, labels=[i % 3 for i in range(30)])).raw_pixel_knn() == 100.0
+    assert probe(coloured(30, labels=None)).raw_pixel_knn() is None
+
+
+def test_features_along_a_single_direction_are_a_sign_of_collapse() -> None:
+    method = Still()
+    healthy = probe(coloured(30, labels=None)).measure(method, HYPER)
+    assert general_collapse_signs(healthy) == []
+    method.backbone_to_evaluate().model.collapsed = True
+    (sign,) = general_collapse_signs(probe(coloured(30, labels=None)).measure(method, HYPER))
+    assert "the features span a single direction (effective rank 1.00)" in sign

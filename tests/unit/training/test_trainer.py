@@ -1,0 +1,231 @@
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from massl.commands.recipe import PretrainRecipe
+from massl.config import RecipeError, merge, validate
+from massl.data.loader import Loader
+from massl.data.order import EpochOrder
+from massl.data.sources.array import ArraySource
+from massl.data.views import ViewBatch
+from massl.methods.base import StepHyper, StepOutput
+from massl.methods.massl import MaSSL
+from massl.training.checkpoint import load_checkpoint
+from massl.training.metrics_log import TIMING_KEYS, read_metrics
+from massl.training.probes import Probe
+from massl.training.run_folder import RunFolder
+from massl.training.schedules import Schedules
+from massl.training.trainer import FitResult, Trainer, TrainingStopped
+
+SOURCE = ArraySource(
+    name="noise",
+    pixels=np.random.default_rng(0).integers(0, 256, (26, 10, 10, 3), dtype=np.uint8),
+    labels=np.arange(26) % 2,
+    class_names=("even", "odd"),
+    key_prefix="noise",
+)
+RECIPE: dict[str, Any] = {
+    "data": {"num_workers": 0},
+    "views": {"global_size": 8, "local_size": 4, "num_local": 1},
+    "backbone": {
+        "name": "vit_tiny_patch16_224",
+        "image_size": 8,
+        "patch_size": 4,
+        "drop_path_rate": 0.3,
+        "timm_options": {"embed_dim": 16, "depth": 2, "num_heads": 2},
+    },
+    "method": {"head": {"hidden_dim": 16, "out_dim": 8}, "memory": {"num_rows": 24, "block_size": 8}},
+    "optimizer": {"learning_rate": 0.01},
+    "trainer": {"epochs": 2, "batch_size": 8, "precision": "fp32", "device": "cpu", "log_every_steps": 1},
+    "probes": {"every_epochs": 1, "num_neighbours": 3},
+}  # three steps an epoch, six in all
+
+
+class Faulty(MaSSL):
+    """Does at one step what must never happen, or asks to stop after it."""
+
+    at_step, fault = 4, "loss"
+
+    def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
+        output = super().forward(views, hyper)
+        if hyper.step != self.at_step or self.fault == "signal":
+            return output
+        # A loss of 0 / 0, or a finite loss whose gradient is not.
+        bad = output.loss * float("nan") if self.fault == "loss" else output.loss + 0.0 * torch.sqrt(0.0 * output.loss)
+        return StepOutput(loss=bad, metrics=output.metrics, carry=output.carry)
+
+    def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
+        super().after_step(output, hyper)
+        if hyper.step == self.at_step and self.fault == "signal":
+            signal.raise_signal(signal.SIGTERM)
+
+
+def trainer(output: Path, *, method_type: type[MaSSL] = MaSSL, **changes: Any) -> Trainer:
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    recipe = validate(PretrainRecipe, merge(RECIPE, dotted), origin="test")
+    settings = recipe.trainer
+    order = EpochOrder(num_images=len(SOURCE), batch_size=settings.batch_size, seed=settings.seed)
+    folder = RunFolder(output, recipe)
+    output.mkdir(parents=True, exist_ok=True)
+    probe = Probe(
+        recipe.probes, data=recipe.data, views=recipe.views, training_source=SOURCE, seed=0, device=torch.device("cpu"), on_skip=print
+    )
+    return Trainer(
+        settings,
+        method=method_type(recipe.method, recipe.backbone, seed=settings.seed),
+        loader=Loader(SOURCE, order_at=order.at, seed=0, num_workers=0, max_side=64, on_skip=print),
+        views=recipe.views,
+        schedules=Schedules(
+            optimizer=recipe.optimizer,
+            teacher=recipe.method.teacher,
+            batch_size=settings.batch_size,
+            epochs=settings.epochs,
+            steps_per_epoch=order.steps_per_epoch,
+        ),
+        probe=probe,
+        folder=folder,
+        device=torch.device("cpu"),
+    )
+
+
+def fit(output: Path, **changes: Any) -> FitResult:
+    return trainer(output, **changes).fit()
+
+
+def checkpoint(output: Path, step: int) -> dict[str, Any]:
+    return load_checkpoint(output / "checkpoints" / f"step_{step:09d}.pt")
+
+
+def rows_without_timing(output: Path) -> list[dict[str, float]]:
+    return [{key: value for key, value in row.items() if key not in TIMING_KEYS} for row in read_metrics(output / "metrics.jsonl")]
+
+
+def assert_equal(first: Any, second: Any, where: str = "checkpoint") -> None:
+    """Plain values and tensors, bit for bit."""
+    assert type(first) is type(second), where
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), where
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys(), where
+        for key in first:
+            assert_equal(first[key], second[key], f"{where}.{key}")
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second), where
+        for position, (one, other) in enumerate(zip(first, second, strict=True)):
+            assert_equal(one, other, f"{where}.{position}")
+    else:
+        assert first == second, where
+
+
+@pytest.fixture(scope="module")
+def straight_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("straight")
+    assert fit(output) == FitResult(step=6, finished=True, signal_number=None)
+    return output
+
+
+def test_a_run_logs_every_step_and_leaves_a_checkpoint_and_a_backbone(straight_run: Path) -> None:
+    rows = read_metrics(straight_run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(7))
+    assert [row["epoch"] for row in rows] == [0, 0, 0, 1, 1, 1, 2]
+    assert [row["step"] for row in rows if "knn_top1" in row] == [0, 3, 6]
+    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-6)  # the row of step 0 is the first batch, before training
+    assert checkpoint(straight_run, 6)["step"] == 6
+    assert (straight_run / "backbone.safetensors").is_file()
+
+
+def test_the_checkpoint_holds_the_networks_the_memory_and_the_optimiser(straight_run: Path) -> None:
+    state = checkpoint(straight_run, 6)
+    assert {key.split(".")[0] for key in state["method"]} == {"student", "teacher", "memory"}
+    assert int(state["method"]["memory.cursor"]) == 6 * 8 % 24
+    assert len(state["optimizer"]["state"]) == sum(key.startswith("student.") for key in state["method"])
+
+
+@pytest.mark.parametrize("stops", [(2,), (3,), (1, 4)])
+def test_a_run_that_was_stopped_and_continued_is_the_same_bit_for_bit(straight_run: Path, tmp_path: Path, stops: tuple[int, ...]) -> None:
+    for max_steps in stops:
+        assert fit(tmp_path, trainer__max_steps=max_steps).step == max_steps
+    assert fit(tmp_path).step == 6
+    assert_equal(checkpoint(tmp_path, 6), checkpoint(straight_run, 6))
+    expected = rows_without_timing(straight_run)
+    # A run that ends at a step probes there, so that row says more; what both say is the same.
+    assert [{key: row[key] for key in wanted} for row, wanted in zip(rows_without_timing(tmp_path), expected, strict=True)] == expected
+
+
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_to_go_on_from(straight_run: Path, tmp_path: Path) -> None:
+    class Interrupted(Faulty):
+        at_step, fault = 1, "signal"
+
+    assert fit(tmp_path, method_type=Interrupted) == FitResult(step=2, finished=False, signal_number=signal.SIGTERM)
+    assert fit(tmp_path) == FitResult(step=6, finished=True, signal_number=None)
+    assert_equal(checkpoint(tmp_path, 6), checkpoint(straight_run, 6))
+
+
+def test_a_finished_run_does_nothing_when_started_again(straight_run: Path) -> None:
+    before = {path: path.read_bytes() for path in straight_run.rglob("*") if path.is_file()}
+    assert fit(straight_run) == FitResult(step=6, finished=True, signal_number=None)
+    assert {path: path.read_bytes() for path in straight_run.rglob("*") if path.is_file()} == before
+
+
+def test_batches_in_parts_train_the_same_networks(straight_run: Path, tmp_path: Path) -> None:
+    fit(tmp_path, trainer__accumulation_steps=2)
+    assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == pytest.approx(
+        [row["loss"] for row in read_metrics(straight_run / "metrics.jsonl")], rel=1e-4
+    )
+    memory, expected = (checkpoint(folder, 6)["method"]["memory.rows"] for folder in (tmp_path, straight_run))
+    torch.testing.assert_close(memory, expected, rtol=0, atol=1e-3)
+
+
+def test_activation_checkpointing_trains_the_same_networks_bit_for_bit(straight_run: Path, tmp_path: Path) -> None:
+    fit(tmp_path, trainer__activation_checkpointing=True)
+    assert_equal(checkpoint(tmp_path, 6), checkpoint(straight_run, 6))
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(straight_run: Path, tmp_path: Path) -> None:
+    fit(tmp_path, trainer__max_steps=1)
+    with pytest.raises(RecipeError, match="belongs to another recipe; choose another --output"):
+        fit(tmp_path, optimizer__learning_rate=0.02)
+
+
+def test_a_batch_that_cannot_be_split_evenly_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        RecipeError, match=r"trainer\.batch_size 8 cannot be split over 1 processes x 3 accumulation steps; make it a multiple of 3"
+    ):
+        trainer(tmp_path, trainer__accumulation_steps=3)
+
+
+def test_checkpoints_come_as_often_as_asked_and_milestones_stay(tmp_path: Path) -> None:
+    fit(tmp_path, trainer__checkpoint_every_steps=1, trainer__keep_checkpoints=1, trainer__milestone_every_epochs=1)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000000003.pt", "step_000000006.pt"]
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_names_its_images(tmp_path: Path) -> None:
+    with pytest.raises(
+        TrainingStopped, match=r"the loss of step 4 is nan: training stopped\. The last good checkpoint, step 3, is untouched"
+    ):
+        fit(tmp_path, method_type=Faulty, trainer__checkpoint_every_steps=3)
+    named = json.loads((tmp_path / "nonfinite_step_4_rank_0.json").read_text())
+    order = EpochOrder(num_images=len(SOURCE), batch_size=8, seed=0)
+    assert named == {"step": 4, "images": [f"noise/{index}" for index in order.at(4).tolist()]}
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000000003.pt"]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("at_step", [3, 5], ids=["between probes", "before a probe"])
+def test_a_gradient_that_is_no_number_stops_the_run_before_broken_weights_are_saved(tmp_path: Path, at_step: int) -> None:
+    class BrokenGradient(Faulty):
+        fault = "gradient"
+
+    BrokenGradient.at_step = at_step
+    with pytest.raises(TrainingStopped, match=f"The last good checkpoint, step {at_step}, is untouched"):
+        fit(tmp_path, method_type=BrokenGradient, trainer__checkpoint_every_steps=1, trainer__keep_checkpoints=9)
+    assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == f"step_{at_step:09d}.pt"
+
+
+def test_a_run_with_no_step_to_do_is_still_a_run(tmp_path: Path) -> None:
+    assert fit(tmp_path, trainer__max_steps=0) == FitResult(step=0, finished=True, signal_number=None)

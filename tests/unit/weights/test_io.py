@@ -1,0 +1,88 @@
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+
+from massl.nn.backbone import BackboneSettings, build_backbone
+from massl.weights.io import BACKBONE_FILE, WeightsError, backbone_bytes, load_backbone
+
+MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+VIT = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=8, timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2})
+RESNET = BackboneSettings(name="resnet18", timm_options={"drop_rate": 0.0})
+
+
+def write_run(folder: Path, settings: BackboneSettings) -> torch.nn.Module:
+    backbone = build_backbone(settings, seed=3).eval()
+    content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD)
+    (folder / BACKBONE_FILE).write_bytes(content)
+    return backbone
+
+
+@pytest.mark.parametrize("settings", [VIT, RESNET], ids=["transformer", "convolutional"])
+def test_a_backbone_comes_back_as_a_timm_model_with_the_same_features(tmp_path: Path, settings: BackboneSettings) -> None:
+    backbone, images = write_run(tmp_path, settings), torch.randn(2, 3, 16, 16)
+    for model in (load_backbone(tmp_path), load_backbone(str(tmp_path / BACKBONE_FILE))):
+        assert not model.training
+        torch.testing.assert_close(model(images), backbone(images).pooled, rtol=1e-5, atol=1e-6)
+
+
+def test_the_model_says_how_its_images_are_normalised(tmp_path: Path) -> None:
+    write_run(tmp_path, VIT)
+    model = load_backbone(tmp_path)
+    assert (model.default_cfg["mean"], model.default_cfg["std"]) == (MEAN, STD)
+    assert timm.create_model("vit_tiny_patch16_224").default_cfg["mean"] != MEAN  # timm's own is left alone
+
+
+def test_a_transformer_takes_images_of_other_sizes(tmp_path: Path) -> None:
+    write_run(tmp_path, VIT)
+    assert load_backbone(tmp_path)(torch.zeros(1, 3, 32, 24)).shape == (1, 24)
+
+
+def test_a_student_with_drop_path_is_saved_under_plain_keys_too(tmp_path: Path) -> None:
+    backbone = build_backbone(VIT, seed=0, drop_path_rate=0.3)
+    (tmp_path / BACKBONE_FILE).write_bytes(backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD))
+    assert load_backbone(tmp_path).state_dict().keys() == build_backbone(VIT, seed=0).model.state_dict().keys()
+
+
+def test_the_file_loads_strictly_into_a_model_that_timm_alone_has_built(tmp_path: Path) -> None:
+    backbone, images = write_run(tmp_path, VIT), torch.randn(2, 3, 16, 16)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=0)
+    model.load_state_dict(load_file(tmp_path / BACKBONE_FILE), strict=True)
+    torch.testing.assert_close(model.eval()(images), backbone(images).pooled, rtol=1e-5, atol=1e-6)
+
+
+def test_loading_leaves_the_global_random_generator_alone(tmp_path: Path) -> None:
+    write_run(tmp_path, VIT)
+    state = torch.get_rng_state()
+    load_backbone(tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_run_without_a_backbone_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"backbone\.safetensors does not exist; give the folder of a massl run"):
+        load_backbone(tmp_path)
+    with pytest.raises(WeightsError, match="nowhere does not exist"):
+        load_backbone(tmp_path / "nowhere")
+
+
+def test_a_file_of_someone_else_is_refused(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(2)}, tmp_path / "foreign.safetensors")
+    with pytest.raises(WeightsError, match="was not written by massl"):
+        load_backbone(tmp_path / "foreign.safetensors")
+
+
+@pytest.mark.parametrize("content", [b"", b"no safetensors at all", b"\xff" * 64], ids=["empty", "text", "bytes"])
+def test_a_broken_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / BACKBONE_FILE).write_bytes(content)
+    with pytest.raises(WeightsError, match="cannot read"):
+        load_backbone(tmp_path)
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, VIT)
+    content = (tmp_path / BACKBONE_FILE).read_bytes()
+    (tmp_path / BACKBONE_FILE).write_bytes(content[: len(content) // 2])
+    with pytest.raises(WeightsError, match="cannot read"):
+        load_backbone(tmp_path)
