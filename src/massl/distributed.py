@@ -77,10 +77,8 @@ def data_parallel(module: nn.Module, device: torch.device) -> nn.Module:
     """
     if world_size() == 1:
         return module
-    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(module) if device.type == "cuda" else module
-    return DistributedDataParallel(
-        synchronised, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False
-    )
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(module) if device.type == "cuda" else module  # type: ignore[no-untyped-call]
+    return DistributedDataParallel(synchronised, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
 
 
 def without_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 KeyPart = int | str | Tensor
-Key = KeyPart | Sequence[KeyPart]
+Key = KeyPart | Sequence["Key"]
 
 _MASK32 = 0xFFFFFFFF
 _FIRST_LANE_START = 0x243F6A88  # digits of pi: any two different constants will do
@@ -85,7 +85,7 @@ def bits(*key: Key, device: torch.device | str | None = None) -> Tensor:
 
 
 def uniform(*key: Key, low: float = 0.0, high: float = 1.0, device: torch.device | str | None = None) -> Tensor:
-    """Float32 numbers in [low, high), one per key; 24 random bits each, so exact on every device for [0, 1)."""
+    """Float32 numbers from low to high, one per key; by default in [0, 1), with 24 random bits, so exact on every device."""
     first, _ = _lanes(key, device)
     unit = (first >> 8).to(torch.float32) * 2.0**-24
     return unit if (low, high) == (0.0, 1.0) else low + unit * (high - low)

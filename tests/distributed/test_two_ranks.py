@@ -52,7 +52,7 @@ def _assert_same_training(runs: Any, run: Path, reference: Path) -> None:
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in expected], abs=1e-5)
     for row, expected_row in zip(rows, expected, strict=True):
         assert row.keys() == expected_row.keys()
-        assert (PROBE_KEYS <= row.keys()) == (row["step"] % 15 == 0)
+        assert (row.keys() >= PROBE_KEYS) == (row["step"] % 15 == 0)
         for key in row.keys() - {"loss", *PROBE_KEYS}:
             assert row[key] == expected_row[key]
         for key in row.keys() & PROBE_KEYS:
@@ -63,9 +63,7 @@ def _assert_same_training(runs: Any, run: Path, reference: Path) -> None:
     assert method["memory.cursor"] == expected_method["memory.cursor"]
 
 
-@pytest.mark.parametrize(
-    ("drop_path_rate", "accumulation_steps"), [("0.0", "1"), ("0.3", "1"), ("0.3", "2")], ids=["plain", "drop path", "accumulation"]
-)
+@pytest.mark.parametrize(("drop_path_rate", "accumulation_steps"), [("0.0", "1"), ("0.3", "2")], ids=["plain", "drop path, two parts"])
 def test_two_ranks_train_and_probe_as_one_process(
     drop_path_rate: str, accumulation_steps: str, start_ranks: Any, one_process: Any, options: Any, runs: Any, tmp_path: Path
 ) -> None:
@@ -115,7 +113,7 @@ def test_signal_stops_all_ranks_at_the_same_step(signalled: list[int], start_ran
         os.kill(processes[rank].pid, signal.SIGTERM)
     answers = [process.wait() for process in processes]
     stopped = runs.state(run)["step"]
-    assert f"stopped at step {stopped} of 250" in answers[0].text
+    assert f"stopped at step {stopped} of 1000" in answers[0].text
     assert "Traceback" not in answers[0].text + answers[1].text
     assert [answer.status for answer in answers] == [143, 143]
 

@@ -1,9 +1,10 @@
 """Starts `massl` commands as processes of their own, without a new interpreter each time (an import of massl takes 4 s).
 
 This process imports massl once and then forks a child for each job, read from stdin as one JSON line. It computes nothing itself: children
-inherit a single thread. A child runs `massl.cli.main` and then leaves as any Python process does: threads joined, exit functions called.
+inherit a single thread. A child runs `massl.cli.main` and then leaves as a Python process does: threads joined, exit functions called.
 """
 
+import atexit
 import functools
 import importlib
 import json
@@ -12,6 +13,7 @@ import resource
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -19,7 +21,7 @@ from typing import IO, Any, NoReturn
 import torch
 
 import massl.cli
-import massl.training.trainer
+from massl.training.metrics_log import MetricsLog
 
 
 def _die() -> NoReturn:
@@ -100,7 +102,7 @@ def kill_in_half_a_checkpoint(nth: int) -> None:
 
 def kill_in_half_a_metrics_line(nth: int) -> None:
     """kill -9 when the nth row of metrics.jsonl is half on the disk."""
-    original, num_calls = massl.training.trainer.MetricsLog.write, 0
+    original, num_calls = MetricsLog.write, 0
 
     def write_half(log: Any, row: dict[str, float]) -> None:
         nonlocal num_calls
@@ -110,7 +112,7 @@ def kill_in_half_a_metrics_line(nth: int) -> None:
             os.truncate(log.path, log.path.stat().st_size - 20)
             _die()
 
-    massl.training.trainer.MetricsLog.write = write_half  # type: ignore[method-assign]
+    MetricsLog.write = write_half  # type: ignore[method-assign]
 
 
 def limit_file_size(num_bytes: int) -> None:
@@ -142,7 +144,17 @@ def _run_child(job: dict[str, Any]) -> NoReturn:
     torch.set_num_threads(1)
     for name, values in job["hooks"].items():
         HOOKS[name](*values)
-    sys.exit(massl.cli.main(job["arguments"]))
+    try:
+        status = massl.cli.main(job["arguments"])
+    except SystemExit as exit_request:
+        status = exit_request.code if isinstance(exit_request.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)  # not sys.exit: taking torch's modules apart one by one takes longer than the training
 
 
 def _poll(pid: int) -> int | None:
@@ -169,3 +181,4 @@ def serve() -> None:
 
 if __name__ == "__main__":
     serve()
+    os._exit(0)

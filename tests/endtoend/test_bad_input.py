@@ -88,7 +88,11 @@ def test_many_unreadable_images_stop_the_run(pretrain: Any, make_folder: Any) ->
 
 
 def test_memory_must_hold_a_block(pretrain: Any) -> None:
-    _assert_refused(pretrain("--method.memory.block_size", "128"), "a block of 128 rows does not fit a memory of 32: lower block_size or raise num_rows", status=2)
+    _assert_refused(
+        pretrain("--method.memory.block_size", "128"),
+        "a block of 128 rows does not fit a memory of 32: lower block_size or raise num_rows",
+        status=2,
+    )
 
 
 def test_unknown_backbone_gets_a_suggestion(pretrain: Any) -> None:
@@ -222,7 +226,9 @@ def broken_from_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return break_from
 
 
-def test_loss_that_is_no_number_stops_and_leaves_the_last_checkpoint(pretrain: Any, broken_from_step: Any, runs: Any, tmp_path: Path) -> None:
+def test_loss_that_is_no_number_stops_and_leaves_the_last_checkpoint(
+    pretrain: Any, broken_from_step: Any, runs: Any, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     assert pretrain(max_steps=5).status == 0
     checkpoint = run / "checkpoints" / "step_000000005.pt"
@@ -251,7 +257,14 @@ def test_loss_that_is_no_number_from_the_start_stops(pretrain: Any, broken_from_
 def test_absurd_learning_rate_never_reaches_a_checkpoint(
     learning_rate: str, probe_every_epochs: str, pretrain: Any, tmp_path: Path
 ) -> None:
-    options = ["--optimizer.learning_rate", learning_rate, "--probes.every_epochs", probe_every_epochs, "--trainer.checkpoint_every_steps", "1"]
+    options = [
+        "--optimizer.learning_rate",
+        learning_rate,
+        "--probes.every_epochs",
+        probe_every_epochs,
+        "--trainer.checkpoint_every_steps",
+        "1",
+    ]
     answer = pretrain(*options, max_steps=8)
     _assert_refused(answer, "training stopped", "Try a lower optimizer.learning_rate")
     for checkpoint in (tmp_path / "run" / "checkpoints").glob("*.pt"):

@@ -33,7 +33,12 @@ def pretrain(recipe: Path, archive: Path, tmp_path: Path) -> Callable[..., Path]
 
 def test_run_folder_holds_recipe_environment_metrics_and_backbone(recipe: Path, archive: Path, runs: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    overrides = {"trainer.epochs": 3, "trainer.checkpoint_every_steps": 5, "trainer.keep_checkpoints": 2, "trainer.milestone_every_epochs": 1}
+    overrides = {
+        "trainer.epochs": 3,
+        "trainer.checkpoint_every_steps": 5,
+        "trainer.keep_checkpoints": 2,
+        "trainer.milestone_every_epochs": 1,
+    }
     result = massl.pretrain(recipe=recipe, data=archive, output=run, overrides=overrides)
     assert (result.folder, result.step, result.finished, result.signal_number) == (run, 18, True, None)
 
@@ -157,7 +162,9 @@ def test_number_of_workers_changes_nothing(pretrain: Any, make_folder: Any, runs
     photos = make_folder("photos", 40, classes=2)
     reference = None
     for num_workers in (0, 1, 3):
-        run = pretrain(f"run{num_workers}", {"data.num_workers": num_workers, "trainer.max_steps": 6, "probes.every_epochs": 1}, source=photos)
+        run = pretrain(
+            f"run{num_workers}", {"data.num_workers": num_workers, "trainer.max_steps": 6, "probes.every_epochs": 1}, source=photos
+        )
         reference = reference or run
         runs.assert_bitwise_equal(run, reference)
 
@@ -167,8 +174,15 @@ def test_seed_decides_the_run(pretrain: Any, runs: Any) -> None:
     assert runs.rows(first)[0]["loss"] != runs.rows(other)[0]["loss"]
 
 
-def test_overrides_in_python_are_the_flags_of_the_command_line(pretrain: Any, massl_here: Any, recipe: Path, archive: Path, tmp_path: Path, runs: Any) -> None:
-    overrides = {"trainer.max_steps": 2, "optimizer.learning_rate": 0.02, "views.global_scale": [0.4, 0.9], "method.memory.random_blocks": False}
+def test_overrides_in_python_are_the_flags_of_the_command_line(
+    pretrain: Any, massl_here: Any, recipe: Path, archive: Path, tmp_path: Path, runs: Any
+) -> None:
+    overrides = {
+        "trainer.max_steps": 2,
+        "optimizer.learning_rate": 0.02,
+        "views.global_scale": [0.4, 0.9],
+        "method.memory.random_blocks": False,
+    }
     from_python = pretrain("python", overrides)
     flags = ["--trainer.max_steps", "2", "--optimizer.learning_rate", "0.02", "--views.global_scale", "0.4", "0.9"]
     flags += ["--method.memory.random_blocks", "False", "--probes.every_epochs", "0"]

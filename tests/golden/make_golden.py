@@ -67,7 +67,8 @@ class Recorder:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         decayed, plain = optimizer.param_groups
-        assert decayed["lr"] == plain["lr"] and plain["weight_decay"] == 0.0
+        assert decayed["lr"] == plain["lr"]
+        assert plain["weight_decay"] == 0.0
         self.steps.append({"learning_rate": float(decayed["lr"]), "weight_decay": float(decayed["weight_decay"]), **self._clip})
         optimizer.step()
 
@@ -92,7 +93,7 @@ class Recorder:
 
         with (
             mock.patch.object(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor),
-            mock.patch.object(torch.cuda.amp, "autocast", lambda *args, **kwargs: contextlib.nullcontext()),
+            mock.patch.object(torch.cuda.amp, "autocast", return_value=contextlib.nullcontext()),
             mock.patch.object(torch, "multinomial", multinomial),
             mock.patch.object(utils, "clip_gradients", clip),
         ):

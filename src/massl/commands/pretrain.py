@@ -15,7 +15,7 @@ from massl.data.loader import Loader
 from massl.data.order import EpochOrder
 from massl.data.sources import open_source
 from massl.methods.massl import MaSSL
-from massl.nn.backbone import patch_side
+from massl.nn.backbone import Backbone
 from massl.training.environment import describe_environment
 from massl.training.metrics_log import read_metrics
 from massl.training.probes import Probe
@@ -59,9 +59,7 @@ def pretrain(
     finally:
         distributed.stop()
     rows = read_metrics(folder.path / "metrics.jsonl")
-    return PretrainResult(
-        folder=folder.path, step=result.step, finished=result.finished, signal_number=result.signal_number, metrics=rows
-    )
+    return PretrainResult(folder=folder.path, step=result.step, finished=result.finished, signal_number=result.signal_number, metrics=rows)
 
 
 def _resolve(recipe: str | Path | PretrainRecipe, data: str | Path | None, overrides: Mapping[str, Any]) -> PretrainRecipe:
@@ -105,7 +103,7 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
         steps_per_epoch=order.steps_per_epoch,
     )
     method = METHODS[recipe.method.name](recipe.method, recipe.backbone, seed=seed)
-    _check_view_sizes(recipe, patch_side(method.backbone_to_evaluate().model))
+    _check_view_sizes(recipe, method.backbone_to_evaluate())
     local_size, first = batch_size // distributed.world_size(), distributed.rank() * (batch_size // distributed.world_size())
     loader = Loader(
         source,
@@ -133,11 +131,16 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
     return result
 
 
-def _check_view_sizes(recipe: PretrainRecipe, patch: int) -> None:
-    for key in ("global_size", "local_size"):
+@torch.no_grad()
+def _check_view_sizes(recipe: PretrainRecipe, backbone: Backbone) -> None:
+    """Try one empty image of each size: some networks take only their own, and none takes less than a patch."""
+    backbone.eval()
+    for key in ("global_size", "local_size") if recipe.views.num_local else ("global_size",):
         size = getattr(recipe.views, key)
-        if size < patch:
-            raise RecipeError(f"views.{key} {size} is smaller than one {patch}-px patch of {recipe.backbone.name}")
+        try:
+            backbone(torch.zeros(1, 3, size, size))
+        except (AssertionError, RuntimeError, ValueError) as error:
+            raise RecipeError(f"{recipe.backbone.name} cannot take views.{key} {size}: {error}") from None
 
 
 def _announce(recipe: PretrainRecipe, schedules: Schedules, num_images: int, device: torch.device, console: Console) -> None:
@@ -150,7 +153,8 @@ def _announce(recipe: PretrainRecipe, schedules: Schedules, num_images: int, dev
         f"{recipe.backbone.name}, {views.num_global} x {views.global_size} px + {views.num_local} x {views.local_size} px views, "
         f"batch {recipe.trainer.batch_size}, peak learning rate {recipe.optimizer.peak_learning_rate(recipe.trainer.batch_size):.3g}, "
         f"{recipe.trainer.precision}, {distributed.world_size()} x {name}",
-        markup=False, emoji=False,
+        markup=False,
+        emoji=False,
         soft_wrap=True,
     )
 

@@ -129,7 +129,8 @@ class MaSSL(Method):
         signs = []
         most = math.log(self.settings.memory.block_size)
         if metrics["loss"] > 0.995 * most:
-            signs.append(f"the loss {metrics['loss']:.3f} is that of random guessing over a block (ln {self.settings.memory.block_size} = {most:.3f})")
+            size = self.settings.memory.block_size
+            signs.append(f"the loss {metrics['loss']:.3f} is that of random guessing over a block (ln {size} = {most:.3f})")
         if metrics["teacher_entropy"] < 0.05:
             signs.append(f"the teacher puts all weight on one memory row (entropy {metrics['teacher_entropy']:.3f} nats)")
         if metrics["embedding_spread"] < 0.02:

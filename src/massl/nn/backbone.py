@@ -1,7 +1,6 @@
 """Any timm model as a backbone: images in, one feature vector per image (and patch tokens, for transformers) out."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import timm
 import torch
 from pydantic import Field
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +25,7 @@ class BackboneSettings(Settings):
     patch_size: int | None = Field(default=None, gt=0, description="patch side in pixels (ViTs); default: the model's own")
     drop_path_rate: float = Field(default=0.1, ge=0.0, lt=1.0, description="stochastic depth of the student, rising linearly over depth")
     timm_options: dict[str, int | float | bool | str] = Field(
-        default_factory=dict, description='further timm.create_model arguments in a YAML recipe, e.g. {depth: 6, embed_dim: 192}'
+        default_factory=dict, description="further timm.create_model arguments in a YAML recipe, e.g. {depth: 6, embed_dim: 192}"
     )
 
     def timm_arguments(self) -> dict[str, Any]:
@@ -50,6 +50,7 @@ class Backbone(nn.Module):
 
     def __init__(self, model: nn.Module, *, timm_arguments: Mapping[str, Any]) -> None:
         super().__init__()
+        _refuse_unknown_transformer(model)
         self.model = model
         self.timm_arguments = dict(timm_arguments)  # what builds an empty copy of the model
         self.dim = int(model.num_features)  # type: ignore[arg-type]
@@ -94,8 +95,23 @@ class Backbone(nn.Module):
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Recompute each transformer block in the backward pass instead of keeping its activations."""
         if enabled and not isinstance(self.model, VisionTransformer):
-            raise RecipeError("activation checkpointing is available for vision transformers; set trainer.activation_checkpointing to false")
+            raise RecipeError(
+                "activation checkpointing is available for vision transformers; set trainer.activation_checkpointing to false"
+            )
         self.activation_checkpointing = enabled
+
+
+def _refuse_unknown_transformer(model: nn.Module) -> None:
+    """Transformers whose features would differ between this wrapper and the plain timm model that users receive."""
+    if not isinstance(model, VisionTransformer):
+        return
+    if model.attn_pool is not None or (model.cls_token is not None and model.global_pool != "token"):
+        raise RecipeError(
+            "this vision transformer pools its patch tokens; massl trains the class token. Choose one with global_pool 'token', "
+            "e.g. vit_small_patch16_224, or set it in backbone.timm_options"
+        )
+    if isinstance(model, VisionTransformerDistilled):
+        raise RecipeError("distilled transformers carry a second class token, which massl does not train; choose the plain model")
 
 
 def _embed_patches(model: VisionTransformer, images: Tensor) -> Tensor:  # [B, 3, H, W] -> [B, prefix + patches, D]
@@ -137,8 +153,3 @@ def create_timm_model(arguments: Mapping[str, Any], *, drop_path_rate: float = 0
             return timm.create_model(name, **options)
         except (TypeError, AssertionError) as error:
             raise RecipeError(f"timm cannot build {name} with {json.dumps(options)}: {error}") from error
-
-
-def patch_side(model: nn.Module) -> int:
-    """Side of a ViT's patches in pixels; 1 for networks without patches."""
-    return math.gcd(*model.patch_embed.patch_size) if isinstance(model, VisionTransformer) else 1

@@ -1,7 +1,7 @@
 """Stochastic depth whose coin flips are handed in, so that they can be keyed by image, view and step."""
 
-import timm.layers
 import torch
+from timm.layers.drop import DropPath
 from torch import Tensor, nn
 
 from massl import keyed_random
@@ -24,10 +24,10 @@ class KeyedDropPath(nn.Module):
 
 def replace_drop_paths(model: nn.Module) -> list[KeyedDropPath]:
     """Swap every timm DropPath of the model for a keyed one, in place; returns them in order."""
-    replaced = []
+    replaced: list[KeyedDropPath] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, timm.layers.DropPath):
+            if isinstance(child, DropPath):
                 keyed = KeyedDropPath(float(child.drop_prob or 0.0), layer=len(replaced))
                 setattr(parent, name, keyed)
                 replaced.append(keyed)

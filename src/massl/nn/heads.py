@@ -1,5 +1,7 @@
 """Projection heads."""
 
+import itertools
+
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -20,7 +22,7 @@ class ProjectionHead(nn.Module):
         super().__init__()
         dims = [in_dim] + [settings.hidden_dim] * (settings.num_layers - 1) + [settings.out_dim]
         layers: list[nn.Module] = []
-        for layer_in, layer_out in zip(dims[:-1], dims[1:], strict=True):
+        for layer_in, layer_out in itertools.pairwise(dims):
             linear = nn.Linear(layer_in, layer_out)
             nn.init.trunc_normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)

@@ -13,14 +13,16 @@ class MemorySettings(Settings):
     num_rows: int = Field(default=65_536, gt=0, description="K: how many past teacher embeddings the memory holds")
     block_size: int = Field(default=16_384, gt=0, description="N_b: rows per block; K // N_b blocks are drawn each step")
     random_blocks: bool = Field(
-        default=True, description="cut the memory along a new permutation each step; False cuts it in storage order, an ablation that collapses"
+        default=True,
+        description="cut the memory along a new permutation each step; False cuts it in storage order, an ablation that collapses",
     )
 
     @model_validator(mode="after")
     def _blocks_fit(self) -> "MemorySettings":
         if self.block_size > self.num_rows:
             raise ValueError(
-                f"a block of {self.block_size} rows does not fit a memory of {self.num_rows}: lower block_size or raise num_rows to a multiple of it"
+                f"a block of {self.block_size} rows does not fit a memory of {self.num_rows}: "
+                "lower block_size or raise num_rows to a multiple of it"
             )
         return self
 

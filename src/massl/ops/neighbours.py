@@ -12,9 +12,7 @@ def cosine_topk(
     if not 0 < num_neighbours <= database.shape[0]:
         raise ValueError(f"asked for {num_neighbours} neighbours among {database.shape[0]} rows")
     rows = normalize(database.float(), dim=-1).T
-    found = [
-        torch.topk(normalize(chunk.float(), dim=-1) @ rows, num_neighbours, dim=-1) for chunk in queries.split(chunk_rows)
-    ]
+    found = [torch.topk(normalize(chunk.float(), dim=-1) @ rows, num_neighbours, dim=-1) for chunk in torch.split(queries, chunk_rows)]
     return torch.cat([top.values for top in found]), torch.cat([top.indices for top in found])
 
 

@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-import pickle
 import re
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ class CheckpointError(MasslError, RuntimeError):
     """A checkpoint could not be written or read; the message says what is safe and what to do."""
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Write beside the target, flush to disk, then rename: a crash leaves the old file or the new one, never half of one."""
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -59,7 +59,8 @@ class CheckpointStore:
             safe = self.steps()
             kept = f"The checkpoint of step {safe[-1]} is intact." if safe else "No earlier checkpoint exists."
             raise CheckpointError(
-                f"could not write {path}: {error}. Is the disk full? {kept} Free some space and give the same command again to continue."
+                f"could not write {path}: {_root_cause(error)}. Is the disk full? {kept} "
+                "Free some space and give the same command again to continue."
             ) from error
         for old in self.steps()[: -self.keep_last]:
             if not (milestone_every and old % milestone_every == 0):
@@ -75,14 +76,25 @@ class CheckpointStore:
             except CheckpointError as error:
                 warn(str(error))
         if steps:
-            raise CheckpointError(f"none of the {len(steps)} checkpoints in {self.folder} can be read; choose another --output to start anew")
+            raise CheckpointError(
+                f"none of the {len(steps)} checkpoints in {self.folder} can be read; choose another --output to start anew"
+            )
         return None
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """torch.save hides the system's error ("No space left on device") behind one of its own."""
+    return error if error.__context__ is None else _root_cause(error.__context__)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Tensors and plain values only: nothing in the file is executed."""
     try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not compare check sums: a block of zeros would load without complaint
+        if damaged is not None:
+            raise OSError(f"{damaged} is damaged")
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # of a damaged file torch.load may say anything: KeyError, UnicodeDecodeError, struct.error ...
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
     return state

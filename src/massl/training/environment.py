@@ -41,7 +41,9 @@ def _commit() -> str | None:
     if not (checkout / ".git").exists():
         return None
     try:
-        found = subprocess.run(["git", "-C", str(checkout), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10, check=True)
+        found = subprocess.run(
+            ["git", "-C", str(checkout), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()

@@ -13,8 +13,8 @@ from massl.config import MasslError
 class NonFiniteLoss(MasslError, RuntimeError):
     """Training cannot go on; says at which step and with which images."""
 
-    def __init__(self, step: int, loss: float, indices: Tensor) -> None:
-        super().__init__(f"the loss of step {step} is {loss}")
+    def __init__(self, what: str, *, step: int, indices: Tensor) -> None:
+        super().__init__(what)
         self.step = step
         self.indices = indices
 
@@ -40,7 +40,7 @@ class LossWatch:
         on_host = loss.detach().to("cpu", non_blocking=True)
         copied = None
         if loss.device.type == "cuda":
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         self._pending.append(_Pending(step, on_host, copied, indices))
         self._check(keep=self._lag)
@@ -57,4 +57,4 @@ class LossWatch:
                 oldest.copied.synchronize()
             self.last_loss, self.last_indices = float(oldest.loss), oldest.indices
             if not math.isfinite(self.last_loss):
-                raise NonFiniteLoss(oldest.step, self.last_loss, oldest.indices)
+                raise NonFiniteLoss(f"the loss of step {oldest.step} is {self.last_loss}", step=oldest.step, indices=oldest.indices)

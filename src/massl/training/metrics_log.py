@@ -32,7 +32,7 @@ class MetricsLog:
     def __init__(self, folder: Path, *, resume_step: int | None) -> None:
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if resume_step is not None and row["step"] <= resume_step]
-        write_atomically(self.path, lambda file: file.writelines(_line(row).encode() for row in kept) and None)
+        write_atomically(self.path, lambda file: file.writelines(_line(row).encode() for row in kept))
         self._file = self.path.open("a", encoding="utf-8")
         purge_step = None if resume_step is None else resume_step + 1
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)

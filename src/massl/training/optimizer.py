@@ -1,6 +1,7 @@
 """AdamW with the method's parameter groups, and the gradient clip that goes with it."""
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -12,12 +13,16 @@ from massl.methods.base import StepHyper
 
 
 class OptimizerSettings(Settings):
-    learning_rate: float = Field(default=5e-4, gt=0.0, description="peak learning rate for a batch of 256; scaled linearly with trainer.batch_size")
+    learning_rate: float = Field(
+        default=5e-4, gt=0.0, description="peak learning rate for a batch of 256; scaled linearly with trainer.batch_size"
+    )
     min_learning_rate: float = Field(default=1e-6, ge=0.0, description="where the cosine ends; not scaled")
     warmup_epochs: float = Field(default=0.0, ge=0.0, description="epochs of linear warm-up from 0")
     weight_decay: float = Field(default=0.04, ge=0.0, description="at the first step; follows a cosine to weight_decay_end")
     weight_decay_end: float = Field(default=0.4, ge=0.0, description="weight decay at the last step")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's running-average coefficients")
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
+        default=(0.9, 0.999), description="AdamW's running-average coefficients"
+    )
     clip_norm: float = Field(default=3.0, ge=0.0, description="largest gradient norm of each tensor on its own; 0 switches clipping off")
 
     def peak_learning_rate(self, batch_size: int) -> float:
@@ -26,7 +31,8 @@ class OptimizerSettings(Settings):
 
 def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> AdamW:
     """Weight decay on every tensor with two or more axes (cls_token and pos_embed too), none on biases and norms."""
-    decayed, not_decayed = [], []
+    decayed: list[nn.Parameter] = []
+    not_decayed: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             (not_decayed if parameter.dim() <= 1 or name.endswith(".bias") else decayed).append(parameter)

@@ -23,7 +23,9 @@ _RAW_PIXEL_SIDE = 32
 
 
 class ProbeSettings(Settings):
-    every_epochs: float = Field(default=1.0, ge=0.0, description="epochs between probes of the teacher, besides the first and last step; 0: no probes")
+    every_epochs: float = Field(
+        default=1.0, ge=0.0, description="epochs between probes of the teacher, besides the first and last step; 0: no probes"
+    )
     database: str = Field(default="", description="labelled images for k-NN; default: the training images")
     queries: str = Field(default="", description="labelled images to classify; default: some images held out of the database")
     max_database: int = Field(default=10_000, gt=0, description="largest number of database images (a keyed choice)")
@@ -65,7 +67,7 @@ class Probe:
         queries = open_source(self.settings.queries) if self.settings.queries else database
         query_order = keyed_random.permutation(len(queries), self._seed, "probe queries")
         query_subset = _Subset(queries, query_order[: self.settings.max_queries])
-        if database.class_names is None or queries.class_names is None:
+        if database.class_names is None or queries.class_names is None or len(database) < 2:
             if self.settings.queries or self.settings.database:
                 unlabelled = database if database.class_names is None else queries
                 raise RecipeError(f"{unlabelled.name} has no labels; k-NN probes need class folders or a labelled data set")
@@ -110,7 +112,14 @@ class Probe:
         return self._knn(*self._extract(self._queries, pixels_of), *self._extract(self._database, pixels_of))
 
     def _knn(self, queries: Tensor, query_labels: Tensor, database: Tensor, database_labels: Tensor) -> float:
-        return knn_accuracy(queries, query_labels, database, database_labels, num_neighbours=self.settings.num_neighbours)
+        known_queries, known_rows = query_labels >= 0, database_labels >= 0  # a labelled source may hold images without a label
+        return knn_accuracy(
+            queries[known_queries],
+            query_labels[known_queries],
+            database[known_rows],
+            database_labels[known_rows],
+            num_neighbours=self.settings.num_neighbours,
+        )
 
     def _extract(self, subset: _Subset, features_of: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:  # -> [N, D], [N]
         """Features and labels of a subset; each rank does its share and all receive all."""
@@ -118,7 +127,7 @@ class Probe:
         share = -(-num_images // world_size)
         positions = (distributed.rank() * share + torch.arange(share)) % num_images  # the last rank may repeat the first images
         chunk_size = min(2048, max(1, _CHUNK_PIXELS // self.views.global_size**2))
-        chunks = subset.indices[positions].split(chunk_size)
+        chunks = torch.split(subset.indices[positions], chunk_size)
         loader = Loader(
             subset.source,
             order_at=lambda chunk: chunks[chunk % len(chunks)],  # read-ahead may ask beyond the last

@@ -17,7 +17,11 @@ class ProgressDisplay:
         self._num_steps = num_steps
         self._batch_size = batch_size
         self._bar = Progress(
-            BarColumn(bar_width=30), TextColumn("{task.description}"), console=self._console, disable=not self._console.is_terminal, transient=True
+            BarColumn(bar_width=30),
+            TextColumn("{task.description}"),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
         )
         self._task = self._bar.add_task("starting", total=num_steps)
 
@@ -44,7 +48,9 @@ class ProgressDisplay:
         )
         if "effective_rank" in row:
             knn = f"k-NN {row['knn_top1']:.1f} %  " if "knn_top1" in row else ""
-            self.say(f"step {step}/{self._num_steps}  {knn}effective rank {row['effective_rank']:.1f}  loss {row['loss']:.4f}", style="green")
+            self.say(
+                f"step {step}/{self._num_steps}  {knn}effective rank {row['effective_rank']:.1f}  loss {row['loss']:.4f}", style="green"
+            )
         elif not self._console.is_terminal:
             self.say(text)
         self._bar.update(self._task, completed=step, description=text)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from massl import distributed
-from massl.config import MasslError, RecipeError, Settings, fingerprint, flatten, read_yaml, to_yaml
+from massl.config import MasslError, RecipeError, Settings, fingerprint, flatten, read_yaml, to_yaml, validate
 from massl.training.checkpoint import write_atomically
 
 # These say where, how long and how often, not what is computed: a continued run may change them.
@@ -26,6 +26,8 @@ MAY_CHANGE = frozenset(
         "trainer.milestone_every_epochs",
     }
 )
+
+_LOCK = ".lock"
 
 
 class RunFolderError(MasslError, ValueError):
@@ -57,50 +59,62 @@ class RunFolder:
     @contextlib.contextmanager
     def claimed(self, *, is_writer: bool) -> Iterator[None]:
         """Hold the folder for this run while inside; only the writing process claims it, the others wait for it."""
-        lock = None
-        if is_writer:
-            self._claim()
-            lock = (self.path / ".lock").open("w")
+        with contextlib.ExitStack() as held:
+            if is_writer:
+                self._refuse_foreign_folder()
+                held.enter_context(self._locked())
+                self._refuse_other_recipe()
+                self._write_recipe()
+            distributed.barrier()
+            yield
+
+    def _refuse_foreign_folder(self) -> None:
+        """A new or empty folder, or one that holds a run."""
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"{self.path} is a file; --output names a folder")
+        if self.path.is_dir() and not self.recipe_file.exists() and any(path.name != _LOCK for path in self.path.iterdir()):
+            raise RunFolderError(f"{self.path} is not empty and holds no massl run; choose another --output (nothing was changed)")
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / _LOCK).open("w")
+        except OSError as error:
+            raise RunFolderError(f"cannot write to {self.path}: {error}") from error
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system however the process ends
             except BlockingIOError:
                 raise RunFolderError(f"another process is training in {self.path}; wait for it or choose another --output") from None
-        distributed.barrier()
-        try:
             yield
-        finally:
-            if lock is not None:
-                lock.close()
 
-    def _claim(self) -> None:
-        """Make sure that this recipe may write here: a new or empty folder, or a run of the same recipe."""
-        if self.path.exists() and not self.path.is_dir():
-            raise RunFolderError(f"{self.path} is a file; --output names a folder")
-        if self.recipe_file.exists():
-            self._refuse_other_recipe()
-        elif self.path.is_dir() and any(self.path.iterdir()):
-            raise RunFolderError(f"{self.path} is not empty and holds no massl run; choose another --output (nothing was changed)")
+    def _write_recipe(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             self.write_text("recipe.yaml", to_yaml(self.recipe))
         except OSError as error:
             raise RunFolderError(f"cannot write to {self.path}: {error}") from error
 
     def _refuse_other_recipe(self) -> None:
+        if not self.recipe_file.exists():
+            return
         try:
-            before = binding_values(type(self.recipe).model_validate(read_yaml(self.recipe_file)))
-        except (RecipeError, ValueError) as error:
+            before = binding_values(validate(type(self.recipe), read_yaml(self.recipe_file), origin="recipe.yaml"))
+        except RecipeError as error:
             raise RunFolderError(f"{self.recipe_file} cannot be read as a recipe ({error}); choose another --output") from None
         now = binding_values(self.recipe)
-        differences = [f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+        differences = [
+            f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in sorted({*before, *now}) if before.get(key) != now.get(key)
+        ]
         if differences:
             raise RunFolderError(
-                f"{self.path} holds a run of another recipe: {'; '.join(differences)}. Give the same values to continue it, or another --output."
+                f"{self.path} holds a run of another recipe: {'; '.join(differences)}. "
+                "Give the same values to continue it, or another --output."
             )
 
     def write_text(self, name: str, text: str) -> Path:
         path = self.path / name
-        write_atomically(path, lambda file: file.write(text.encode()) and None)
+        write_atomically(path, lambda file: file.write(text.encode()))
         return path
 
     def write_json(self, name: str, values: Mapping[str, object]) -> Path:
@@ -108,5 +122,5 @@ class RunFolder:
 
     def write_bytes(self, name: str, content: bytes) -> Path:
         path = self.path / name
-        write_atomically(path, lambda file: file.write(content) and None)
+        write_atomically(path, lambda file: file.write(content))
         return path

@@ -31,7 +31,7 @@ class TrainingStep:
             is_last = part == num_parts - 1
             with contextlib.nullcontext() if is_last else distributed.without_sync(self.parallel):
                 output = self.forward(views, hyper)
-                (output.loss / num_parts).backward()
+                (output.loss / num_parts).backward()  # type: ignore[no-untyped-call]
             outputs.append(output)
         clip_each_gradient(self.method.parameters(), self.clip_norm)
         self.optimizer.step()

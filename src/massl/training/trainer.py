@@ -32,12 +32,14 @@ class TrainingStopped(MasslError, RuntimeError):
 class TrainerSettings(Settings):
     seed: int = Field(default=0, ge=0, description="decides every random choice of the run")
     epochs: int = Field(default=100, gt=0, description="length of the schedules, in passes over the data")
-    max_steps: int | None = Field(default=None, ge=0, description="stop after this many steps, with schedules as for the whole run")
+    max_steps: int | None = Field(default=None, gt=0, description="stop after this many steps, with schedules as for the whole run")
     batch_size: int = Field(default=1024, gt=0, description="images per step, over all processes")
     accumulation_steps: int = Field(default=1, gt=0, description="split each batch into this many parts to save memory; same result")
     precision: Literal["fp32", "bf16"] = Field(default="bf16", description="arithmetic of the networks; weights are float32 either way")
     activation_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass to save memory")
-    compile: bool = Field(default=False, description="compile the networks with torch.compile: a minute at the start, faster steps on a GPU")
+    compile: bool = Field(
+        default=False, description="compile the networks with torch.compile: a minute at the start, faster steps on a GPU"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one")
     log_every_steps: int = Field(default=50, gt=0, description="steps between rows of metrics.jsonl")
     checkpoint_every_steps: int = Field(default=1000, gt=0, description="steps between checkpoints")
@@ -191,6 +193,7 @@ class Trainer:
             **{name: float(distributed.mean_over_ranks(value)) for name, value in output.metrics.items()},
         }
         if probe and self.probe is not None:
+            self._refuse_broken_weights(done)  # before the probe, which has no answer for features that are not numbers
             with torch.compiler.set_stance("force_eager"):  # other shapes and float32: compiling for them would cost more than it saves
                 row |= self.probe.measure(self.method, hyper)
             if done > self._settling_steps:
@@ -225,7 +228,7 @@ class Trainer:
         """A finite loss with infinite gradients would otherwise put broken weights into a checkpoint, one step before it shows."""
         norms = torch._foreach_norm([parameter for parameter in self.method.parameters() if parameter.requires_grad])
         if not bool(torch.stack(norms).isfinite().all()):
-            raise NonFiniteLoss(done - 1, float("nan"), self.watch.last_indices)
+            raise NonFiniteLoss(f"the weights after step {done - 1} are not finite", step=done - 1, indices=self.watch.last_indices)
 
     def _resume(self, display: ProgressDisplay) -> int | None:
         """Load the newest checkpoint; returns its step, or None for a new run."""

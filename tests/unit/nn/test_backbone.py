@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from massl.config import RecipeError
-from massl.nn.backbone import Backbone, BackboneSettings, build_backbone, patch_side
+from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 
 TINY = BackboneSettings(
     name="vit_tiny_patch16_224", image_size=32, patch_size=8, timm_options={"embed_dim": 24, "depth": 3, "num_heads": 2}
@@ -80,9 +80,13 @@ def test_other_networks_give_their_pooled_features() -> None:
     backbone.set_activation_checkpointing(False)
 
 
-def test_the_side_of_a_patch_is_known_and_1_for_networks_without() -> None:
-    assert patch_side(build_backbone(TINY, seed=0).model) == 8
-    assert patch_side(torch.nn.Linear(1, 1)) == 1
+def test_transformers_whose_features_timm_would_pool_otherwise_are_refused() -> None:
+    with pytest.raises(RecipeError, match="pools its patch tokens"):
+        build_backbone(TINY.model_copy(update={"timm_options": {**TINY.timm_options, "global_pool": "avg"}}), seed=0)
+    with pytest.raises(RecipeError, match="distilled"):
+        build_backbone(
+            BackboneSettings(name="deit_tiny_distilled_patch16_224", timm_options={"embed_dim": 24, "depth": 1, "num_heads": 2}), seed=0
+        )
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:

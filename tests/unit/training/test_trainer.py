@@ -20,7 +20,7 @@ from massl.training.metrics_log import TIMING_KEYS, read_metrics
 from massl.training.probes import Probe
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
-from massl.training.trainer import FitResult, Trainer, TrainingStopped
+from massl.training.trainer import FitResult, Trainer, TrainerSettings, TrainingStopped
 
 SOURCE = ArraySource(
     name="noise",
@@ -227,5 +227,6 @@ def test_a_gradient_that_is_no_number_stops_the_run_before_broken_weights_are_sa
     assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == f"step_{at_step:09d}.pt"
 
 
-def test_a_run_with_no_step_to_do_is_still_a_run(tmp_path: Path) -> None:
-    assert fit(tmp_path, trainer__max_steps=0) == FitResult(step=0, finished=True, signal_number=None)
+def test_a_run_has_at_least_one_step() -> None:
+    with pytest.raises(ValueError, match="max_steps"):
+        TrainerSettings(max_steps=0)
