@@ -31,7 +31,8 @@ class _PretrainArguments(PretrainRecipe):
     output: str = Field(description="folder of the run; never overwritten, continued if it holds a run of the same recipe")
 
 
-def _pretrain(arguments: Sequence[str]) -> int:
+def parse_pretrain(arguments: Sequence[str]) -> tuple[PretrainRecipe, str]:
+    """Recipe, with the values given on the command line, and output folder."""
     name = _value_of("--recipe", arguments)
     asks_help = "--help" in arguments or "-h" in arguments
     if name is None and not asks_help:
@@ -47,8 +48,12 @@ def _pretrain(arguments: Sequence[str]) -> int:
         use_underscores=True,
         config=(tyro.conf.FlagConversionOff,),
     )
-    chosen = PretrainRecipe.model_validate({field: getattr(parsed, field) for field in PretrainRecipe.model_fields})
-    result = pretrain(recipe=chosen, output=parsed.output)
+    return PretrainRecipe.model_validate({field: getattr(parsed, field) for field in PretrainRecipe.model_fields}), parsed.output
+
+
+def _pretrain(arguments: Sequence[str]) -> int:
+    recipe, output = parse_pretrain(arguments)
+    result = pretrain(recipe=recipe, output=output)
     return 0 if result.signal_number is None else 128 + result.signal_number
 
 
@@ -90,6 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except MasslError as error:
         print(f"massl: error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"massl: error: {error}. What was saved so far is intact; the same command continues.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("massl: interrupted before a checkpoint was due", file=sys.stderr)

@@ -63,11 +63,13 @@ def mean_over_ranks(value: Tensor) -> Tensor:
     return total / world_size()
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set on any rank, so that all ranks leave the loop at the same step."""
+def largest_over_ranks(number: int, device: torch.device) -> int:
+    """The largest number of all ranks, so that all act on it at the same step."""
     if world_size() == 1:
-        return flag
-    return bool(mean_over_ranks(torch.tensor(float(flag), device=device)) > 0)
+        return number
+    largest = torch.tensor(number, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def data_parallel(module: nn.Module, device: torch.device) -> nn.Module:
@@ -78,7 +80,9 @@ def data_parallel(module: nn.Module, device: torch.device) -> nn.Module:
     if world_size() == 1:
         return module
     synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(module) if device.type == "cuda" else module  # type: ignore[no-untyped-call]
-    return DistributedDataParallel(synchronised, device_ids=[device.index] if device.type == "cuda" else None, broadcast_buffers=False)
+    parallel = DistributedDataParallel(synchronised, device_ids=[device.index] if device.type == "cuda" else None)
+    parallel.broadcast_buffers = False  # set afterwards: torch 2.15 warns of the argument, and before it there is no other
+    return parallel
 
 
 def without_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:

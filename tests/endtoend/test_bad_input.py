@@ -153,7 +153,7 @@ def test_batch_must_divide_into_its_parts(pretrain: Any) -> None:
 
 
 def test_view_smaller_than_a_patch_is_refused(pretrain: Any) -> None:
-    _assert_refused(pretrain("--views.local_size", "3"), "views.local_size 3 is smaller than one 4-px patch")
+    _assert_refused(pretrain("--views.local_size", "3"), "vit_tiny_patch16_224 cannot take views.local_size 3")
 
 
 def test_memory_larger_than_the_data_set_is_warned_of(pretrain: Any) -> None:

@@ -53,7 +53,7 @@ class Backbone(nn.Module):
         _refuse_unknown_transformer(model)
         self.model = model
         self.timm_arguments = dict(timm_arguments)  # what builds an empty copy of the model
-        self.dim = int(model.num_features)  # type: ignore[arg-type]
+        self.dim = int(model.head_hidden_size)  # type: ignore[arg-type]  # of features before a classifier; num_features may be another
         self.activation_checkpointing = False
         self._drop_paths = replace_drop_paths(model)
 

@@ -34,6 +34,10 @@ class ProbeSettings(Settings):
     crop_ratio: float = Field(default=0.875, gt=0.0, le=1.0, description="centre crop / shorter side (224 / 256 as the protocols have it)")
 
 
+class NonFiniteFeatures(ArithmeticError):
+    """The teacher is broken: nothing can be measured on it."""
+
+
 @dataclass(frozen=True)
 class _Subset:
     source: ImageSource
@@ -93,6 +97,8 @@ class Probe:
             return backbone(normalise(images, self.views.mean, self.views.std)).pooled.float()  # type: ignore[no-any-return]
 
         query_features, query_labels = self._extract(self._queries, features_of)
+        if not bool(query_features.isfinite().all()):
+            raise NonFiniteFeatures("the teacher's features are not finite")
         metrics = {"effective_rank": effective_rank(query_features), **method.health(query_features, hyper)}
         if self._database is not None:
             database_features, database_labels = self._extract(self._database, features_of)

@@ -28,6 +28,7 @@ MAY_CHANGE = frozenset(
 )
 
 _LOCK = ".lock"
+_LEFT_BY_A_KILL = frozenset({_LOCK, ".recipe.yaml.partial"})  # of a process that got no further
 
 
 class RunFolderError(MasslError, ValueError):
@@ -72,7 +73,7 @@ class RunFolder:
         """A new or empty folder, or one that holds a run."""
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path} is a file; --output names a folder")
-        if self.path.is_dir() and not self.recipe_file.exists() and any(path.name != _LOCK for path in self.path.iterdir()):
+        if self.path.is_dir() and not self.recipe_file.exists() and any(path.name not in _LEFT_BY_A_KILL for path in self.path.iterdir()):
             raise RunFolderError(f"{self.path} is not empty and holds no massl run; choose another --output (nothing was changed)")
 
     @contextlib.contextmanager
@@ -95,8 +96,12 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(f"cannot write to {self.path}: {error}") from error
 
+    def _has_begun(self) -> bool:
+        """Whether training has left anything; a command that failed before (no such images, unknown backbone) may be corrected."""
+        return self.recipe_file.exists() and ((self.path / "metrics.jsonl").exists() or self.checkpoints.is_dir())
+
     def _refuse_other_recipe(self) -> None:
-        if not self.recipe_file.exists():
+        if not self._has_begun():
             return
         try:
             before = binding_values(validate(type(self.recipe), read_yaml(self.recipe_file), origin="recipe.yaml"))

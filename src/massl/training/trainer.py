@@ -16,7 +16,7 @@ from massl.training.checkpoint import CheckpointStore
 from massl.training.loss_watch import LossWatch, NonFiniteLoss
 from massl.training.metrics_log import MetricsLog
 from massl.training.optimizer import build_optimizer
-from massl.training.probes import Probe, general_collapse_signs
+from massl.training.probes import NonFiniteFeatures, Probe, general_collapse_signs
 from massl.training.progress import ProgressDisplay
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
@@ -123,18 +123,17 @@ class Trainer:
             should_probe, should_save = self._is_probe_step(done), self._is_checkpoint_step(done)
             should_log = should_probe or done % self.settings.log_every_steps == 0 or done == self.end_step
             # Ranks agree on stopping where they synchronise anyway; a single process can stop at every step.
+            signal_number = 0
             if distributed.world_size() == 1 or should_log:
-                should_stop = distributed.any_rank(stop.received is not None, self.device)
-            else:
-                should_stop = False
+                signal_number = distributed.largest_over_ranks(stop.received or 0, self.device)
             if should_log:
                 seconds, num_images = time.perf_counter() - clock, (done - logged_step) * self.settings.batch_size
                 self._log(display, log, output, hyper, done, images_per_second=num_images / seconds, probe=should_probe)
                 clock, logged_step = time.perf_counter(), done
-            if should_save or should_stop or done == self.end_step:
+            if should_save or signal_number or done == self.end_step:
                 self._save(done)
-            if should_stop:
-                return FitResult(step=done, finished=done == self.end_step, signal_number=stop.received)
+            if signal_number:
+                return FitResult(step=done, finished=done == self.end_step, signal_number=signal_number)
         return FitResult(step=self.end_step, finished=True, signal_number=None)
 
     def _update(self, images: ImageBatch, hyper: StepHyper) -> StepOutput:
@@ -165,8 +164,10 @@ class Trainer:
     def _log_start(self, display: ProgressDisplay, log: MetricsLog | None) -> None:
         """The row of step 0: loss of the first batch and a probe, both before any training."""
         hyper = self.schedules.at(0)
+        images = self.loader.at(0)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            output = self.step.forward(self._views(self.loader.at(0), hyper), hyper)
+            output = self.step.forward(self._views(images, hyper), hyper)
+        self.watch.push(0, output.loss, images.indices)
         self._log(display, log, output, hyper, 0, images_per_second=0.0, probe=self.probe is not None)
 
     def _log(
@@ -194,8 +195,12 @@ class Trainer:
         }
         if probe and self.probe is not None:
             self._refuse_broken_weights(done)  # before the probe, which has no answer for features that are not numbers
-            with torch.compiler.set_stance("force_eager"):  # other shapes and float32: compiling for them would cost more than it saves
-                row |= self.probe.measure(self.method, hyper)
+            try:
+                with torch.compiler.set_stance("force_eager"):  # other shapes and float32: compiling for them would cost more than it saves
+                    row |= self.probe.measure(self.method, hyper)
+            except NonFiniteFeatures:
+                step = max(0, done - 1)
+                raise NonFiniteLoss(f"the features after step {step} are not finite", step=step, indices=self.watch.last_indices) from None
             if done > self._settling_steps:
                 for sign in [*general_collapse_signs(row), *self.method.collapse_signs(row)]:
                     display.warn(f"training may have collapsed: {sign}. See docs/troubleshooting.md.")
@@ -218,10 +223,11 @@ class Trainer:
                 "method": self.method.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
             }
-            self.store.save(done, state, milestone_every=self._milestone_steps)
             backbone = self.method.backbone_to_evaluate()
             content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=self.views.mean, std=self.views.std)
+            # First: a run whose last checkpoint exists counts as finished, so its backbone must be there by then.
             self.folder.write_bytes(BACKBONE_FILE, content)
+            self.store.save(done, state, milestone_every=self._milestone_steps)
         distributed.barrier()
 
     def _refuse_broken_weights(self, done: int) -> None:
