@@ -145,7 +145,7 @@ def test_longer_max_steps_continues_a_run(command: Any, server: Any, runs: Any, 
     run = tmp_path / "run"
     answer = server.run(*command(run), "--trainer.max_steps", "5")
     assert answer.status == 0
-    assert "finished: 5 steps (of 24: trainer.max_steps)" in answer.text
+    assert "finished: 5 of 24 steps" in answer.text
     answer = server.run(*command(run), "--trainer.max_steps", "13")
     assert answer.status == 0
     assert "continuing at step 5 of 13" in answer.text
@@ -168,7 +168,7 @@ def test_finished_run_says_so_and_is_not_trained_again(command: Any, server: Any
     before = {name: ((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in kept}
     answer = server.run(*command(run), "--trainer.max_steps", "5")
     assert answer.status == 0
-    assert "finished: 5 steps" in answer.text
+    assert "finished: 5 of 24 steps" in answer.text
     assert "step 1/" not in answer.text
     assert {name: ((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in kept} == before
 

@@ -170,8 +170,10 @@ def _summarise(
     if not result.finished:
         say(f"stopped at step {result.step} of {trainer.end_step}; a checkpoint is saved, the same command continues")
         return
-    early = f" (of {trainer.schedules.num_steps}: trainer.max_steps)" if trainer.end_step < trainer.schedules.num_steps else ""
-    say(f"finished: {result.step} steps{early} are done; for more, raise trainer.max_steps or choose another --output")
+    if trainer.end_step < trainer.schedules.num_steps:
+        say(f"finished: {result.step} of {trainer.schedules.num_steps} steps are done, as trainer.max_steps asks; raise it to go on")
+    else:
+        say(f"finished: all {result.step} steps are done; for another run choose another --output")
     probed = [row for row in read_metrics(folder.path / "metrics.jsonl") if "knn_top1" in row]
     if probed and raw_pixels is not None:
         first, last = probed[0], probed[-1]

@@ -42,7 +42,11 @@ def _commit() -> str | None:
         return None
     try:
         found = subprocess.run(
-            ["git", "-C", str(checkout), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10, check=True
+            ["git", "--no-optional-locks", "-C", str(checkout), "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -65,6 +65,8 @@ class RunFolder:
                 self._refuse_foreign_folder()
                 held.enter_context(self._locked())
                 self._refuse_other_recipe()
+                for left_by_a_kill in self.path.glob("**/.*.partial"):
+                    left_by_a_kill.unlink()
                 self._write_recipe()
             distributed.barrier()
             yield
