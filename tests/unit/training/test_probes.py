@@ -20,7 +20,7 @@ VIEWS = ViewSettings(global_size=4, local_size=4, mean=(0.0, 0.0, 0.0), std=(1.0
 class MeanColour(nn.Module):
     """Features that can be worked out by hand."""
 
-    num_features = 3
+    head_hidden_size = 3
 
     def forward(self, images: Tensor) -> Tensor:  # [B, 3, H, W] -> [B, 3]
         assert not self.training

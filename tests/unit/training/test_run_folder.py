@@ -14,8 +14,9 @@ def recipe(**changes: object) -> PretrainRecipe:
 
 
 def claim(path: Path, **changes: object) -> None:
+    """A run that has begun: with nothing but a recipe in it, a folder may still be given to a corrected command."""
     with RunFolder(path, recipe(**changes)).claimed(is_writer=True):
-        pass
+        (path / "metrics.jsonl").touch()
 
 
 def test_a_new_folder_is_made_and_holds_the_whole_recipe(tmp_path: Path) -> None:
@@ -53,14 +54,14 @@ def test_a_run_of_another_recipe_is_refused_and_every_difference_named(tmp_path:
     claim(tmp_path)
     before = (tmp_path / "recipe.yaml").read_text()
     with pytest.raises(RunFolderError) as caught:
-        claim(tmp_path, trainer__seed=1, method__memory__num_rows=2048)
-    assert "method.memory.num_rows was 4096, now 2048; trainer.seed was 0, now 1. Give the same values" in str(caught.value)
+        claim(tmp_path, trainer__seed=1, method__memory__num_rows=4096)
+    assert "method.memory.num_rows was 2048, now 4096; trainer.seed was 0, now 1. Give the same values" in str(caught.value)
     assert (tmp_path / "recipe.yaml").read_text() == before
 
 
 def test_a_backbone_of_other_options_is_another_recipe(tmp_path: Path) -> None:
     claim(tmp_path)
-    with pytest.raises(RunFolderError, match=r"backbone\.timm_options\.depth was 4, now None"):
+    with pytest.raises(RunFolderError, match=r"backbone\.timm_options\.depth was 3, now None"):
         claim(tmp_path, backbone__timm_options={"embed_dim": 128, "num_heads": 4})
 
 
@@ -79,6 +80,7 @@ def test_everything_that_may_change_exists() -> None:
 @pytest.mark.parametrize("text", ["a: [", "trainer: {sead: 1}\n"])
 def test_a_recipe_that_cannot_be_read_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
+    (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(RunFolderError, match=r"(?s)recipe\.yaml cannot be read as a recipe .*choose another --output"):
         claim(tmp_path)
 
