@@ -143,11 +143,11 @@ def test_the_recipes_of_the_paper_hold_the_values_of_its_protocol(
 
 
 def test_a_recipe_takes_overrides_by_dotted_key() -> None:
-    assert load_recipe("demo", {"trainer.epochs": 3, "method.memory.num_rows": 2048}).method.memory.num_rows == 2048
+    assert load_recipe("demo", {"trainer.epochs": 3, "method.memory.num_rows": 4096}).method.memory.num_rows == 4096
     with pytest.raises(RecipeError, match=r"recipe demo: unknown key trainer\.epoch\. Did you mean 'epochs'\?"):
         load_recipe("demo", {"trainer.epoch": 3})
-    with pytest.raises(RecipeError, match=r"method\.memory: a block of 1024 rows does not fit a memory of 512"):
-        load_recipe("demo", {"method.memory.num_rows": 512})
+    with pytest.raises(RecipeError, match=r"method\.memory: a block of 512 rows does not fit a memory of 256"):
+        load_recipe("demo", {"method.memory.num_rows": 256})
 
 
 def test_a_recipe_is_read_from_a_file_too(tmp_path: Path) -> None:
