@@ -120,7 +120,7 @@ def test_the_recipes_of_the_paper_are_shipped() -> None:
 def test_the_recipes_of_the_paper_hold_the_values_of_its_protocol(
     name: str, backbone: str, epochs: int, peak: float, smallest: float, warmup: int, momentum: float, temperature_warmup: int
 ) -> None:
-    """PROTOCOLS 13.3."""
+    """The values of the paper and, where it is silent, of the authors' commands."""
     recipe = load_recipe(name)
     assert (recipe.backbone.name, recipe.backbone.drop_path_rate) == (backbone, 0.1)
     assert (recipe.trainer.epochs, recipe.trainer.batch_size) == (epochs, 1024)

@@ -16,7 +16,7 @@ class HeadSettings(Settings):
 
 
 class ProjectionHead(nn.Module):
-    """MLP with GELU and biases, no batch norm; the output has unit length (PROTOCOLS: DINO's head without its prototype layer)."""
+    """MLP with GELU and biases, no batch norm; the output has unit length (DINO's head without its prototype layer)."""
 
     def __init__(self, in_dim: int, settings: HeadSettings) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Learning rate, weight decay, momentum and temperature of every step, each a pure function of the step.
 
-Cosines approach their end value and do not reach it; a linear warm-up includes both its ends (the authors' convention, PROTOCOLS 13).
+Cosines approach their end value and do not reach it; a linear warm-up includes both its ends (the authors' convention).
 """
 
 import math

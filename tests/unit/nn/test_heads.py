@@ -22,7 +22,7 @@ def test_features_of_zero_do_not_become_nan() -> None:
 
 @pytest.mark.parametrize(("in_dim", "millions"), [(384, 5.51), (768, 6.30)])
 def test_the_default_head_has_as_many_parameters_as_the_authors(in_dim: int, millions: float) -> None:
-    """PROTOCOLS 13.3, for ViT-S and ViT-B."""
+    """As in the authors' networks, for ViT-S and ViT-B."""
     with torch.device("meta"):
         head = ProjectionHead(in_dim, HeadSettings())
     assert sum(parameter.numel() for parameter in head.parameters()) == pytest.approx(millions * 1e6, abs=5e3)

@@ -16,7 +16,7 @@ def parameter_with_gradient(*gradient: float) -> nn.Parameter:
 
 
 def test_class_token_and_positions_are_decayed_and_biases_and_norms_are_not() -> None:
-    """PROTOCOLS 13.2, number 20."""
+    """As in the authors' code."""
     settings = BackboneSettings(
         name="vit_tiny_patch16_224", image_size=16, patch_size=8, timm_options={"embed_dim": 12, "depth": 1, "num_heads": 2}
     )
