@@ -1,10 +1,10 @@
-"""Batches of decoded images, read ahead by threads.
+"""Batches of decoded images, read ahead by threads and delivered where they are used.
 
-Threads rather than processes: Pillow and numpy release the interpreter lock while they work, so nothing is pickled or forked. A batch is a
-pure function of the step, so neither the number of workers nor a restart changes it.
+Threads rather than processes: decoders and numpy release the interpreter lock while they work, so nothing is pickled or forked. A batch is
+a pure function of the step, so neither the number of workers, the cache nor a restart changes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from massl import keyed_random
-from massl.data.decode import UnreadableImage, decode
+from massl.data.cache import ImageCache
+from massl.data.decode import UnreadableImage
+from massl.data.gpu_decode import JpegDecoder
+from massl.data.packing import pack, pack_equal, side_stream
+from massl.data.reading import ImageReader, ReadabilityRecord, Reading, Tried, label_number
 from massl.data.sources.base import DataError, ImageSource
+from massl.ops.image_ops import RaggedImages
 
-UNLABELLED = -1
-MAX_UNREADABLE_SHARE = 0.05
-MIN_TRIED_TO_JUDGE = 100
-MAX_TRIES = 16  # of an image and its stand-ins: with no more unreadable ones than allowed, all fail once in 10**20 times
 CHUNK_SIZE = 8  # images per task of a worker: 32-px PNGs come 1.4 to 2.4 times as fast as one by one, large JPEGs alike
 
 Result = TypeVar("Result")
@@ -29,126 +29,54 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ImageBatch:
-    """Images of different sizes in one tensor."""
+    """Images of different sizes with their numbers and labels."""
 
-    pixels: Tensor  # [B, 3, Hmax, Wmax] uint8, each image in the top-left corner, the rest zero
-    sizes: Tensor  # [B, 2] int64 height and width, on the CPU
+    images: RaggedImages
     indices: Tensor  # [B] int64 positions in the source as the order asked for them, on the CPU
     labels: Tensor  # [B] int64, -1 where unlabelled, on the CPU
 
     def to(self, device: torch.device | str) -> "ImageBatch":
         """The same batch with its pixels on the device; the sizes stay here, where crop boxes are drawn."""
-        return replace(self, pixels=self.pixels.to(device, non_blocking=True))
+        moved = replace(self, images=self.images.to(device))
+        moved.belongs_to_current_stream()
+        return moved
 
     def slice(self, start: int, stop: int) -> "ImageBatch":
         """Images start to stop, as a micro-batch."""
-        part = slice(start, stop)
-        return ImageBatch(pixels=self.pixels[part], sizes=self.sizes[part], indices=self.indices[part], labels=self.labels[part])
+        return ImageBatch(images=self.images.slice(start, stop), indices=self.indices[start:stop], labels=self.labels[start:stop])
+
+    def belongs_to_current_stream(self) -> None:
+        """Tell the GPU's allocator who uses the pixels: they were made on another stream, which could otherwise overwrite them as soon as
+        they are freed here, while kernels that read them are still waiting to run.
+        """
+        if self.images.pixels.is_cuda:
+            self.images.pixels.record_stream(torch.cuda.current_stream(self.images.pixels.device))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reading:
-    """One image of a batch: its own pixels [3, H, W] and label, or a stand-in's."""
-
-    pixels: Tensor
-    label: int
-
-
-Tried = dict[int, str | None]  # image -> why it cannot be read, or None when it was
-
-
-def _read(source: ImageSource, index: int, *, max_side: int) -> _Reading:
-    try:
-        image = source.read(index)
-    except OSError as error:  # the file has vanished, access is denied, the disk is damaged
-        raise UnreadableImage(error.strerror or str(error)) from None
-    return _Reading(pixels=decode(image, max_side=max_side), label=UNLABELLED if image.label is None else image.label)
-
-
-def _read_or_replace(source: ImageSource, index: int, *, seed: int, max_side: int) -> tuple[_Reading | None, Tried]:
-    """The image, or a stand-in drawn by the image's own key, so that every run and every worker draws the same."""
-    tried: Tried = {}
-    candidate = index
-    for attempt in range(MAX_TRIES):
-        try:
-            reading = _read(source, candidate, max_side=max_side)
-        except UnreadableImage as error:
-            tried[candidate] = str(error)
-            candidate = int(keyed_random.integers(seed, "replacement", index, attempt, upper=len(source)))
-        else:
-            tried[candidate] = None
-            return reading, tried
-    return None, tried
-
-
-class _ReadabilityRecord:
-    """Which images have been tried, so that each unreadable one is named once and too many of them stop the run."""
-
-    def __init__(self, source: ImageSource, on_skip: Callable[[str], None]) -> None:
-        self._source = source
-        self._on_skip = on_skip
-        self._tried = bytearray(len(source))
-        self._unreadable = bytearray(len(source))
-        self._num_tried = 0
-        self._num_unreadable = 0
-        self._examples: list[str] = []
-
-    def add(self, tried: Tried) -> None:
-        messages = []
-        for index, reason in tried.items():
-            self._num_tried += not self._tried[index]
-            self._tried[index] = True
-            if reason is not None and not self._unreadable[index]:
-                self._unreadable[index] = True
-                messages.append(f"{self._source.key_of(index)}: {reason}")
-        self._num_unreadable += len(messages)
-        self._examples += messages[: 3 - len(self._examples)]
-        judged = self._num_tried >= min(MIN_TRIED_TO_JUDGE, len(self._source))
-        if judged and self._num_unreadable > MAX_UNREADABLE_SHARE * self._num_tried:
-            raise self.error()  # before naming them: there may be thousands
-        for message in messages:
-            self._on_skip(message)
-
-    def error(self) -> DataError:
-        return DataError(
-            f"{self._num_unreadable} of {self._num_tried} images tried in {self._source.name} cannot be read, more than "
-            f"{MAX_UNREADABLE_SHARE:.0%}; repair or remove them. For example {'; '.join(self._examples)}"
-        )
-
-
-def _padded(readings: Sequence[_Reading], indices: Tensor, *, pin: bool) -> ImageBatch:
-    """Images of different sizes in one batch. Every byte is written once: zeroing all of it first would be a second pass."""
-    sizes = torch.tensor([reading.pixels.shape[1:] for reading in readings])
-    height, width = sizes.amax(dim=0).tolist()
-    pixels = torch.empty(len(readings), 3, height, width, dtype=torch.uint8, pin_memory=pin)
-    for padded, reading in zip(pixels.numpy(), readings, strict=True):  # numpy: torch would start a team of threads in each of ours
-        _, image_height, image_width = reading.pixels.shape
-        padded[:, :image_height, :image_width] = reading.pixels.numpy()
-        padded[:, :image_height, image_width:] = 0
-        padded[:, image_height:] = 0
-    return ImageBatch(pixels=pixels, sizes=sizes, indices=indices, labels=torch.tensor([reading.label for reading in readings]))
-
-
-def _cut_out(source: ImageSource, indices: Tensor, *, max_side: int, pin: bool) -> ImageBatch | None:
+def _cut_out(source: ImageSource, indices: Tensor, *, max_side: int, device: torch.device | None, pin: bool) -> ImageBatch | None:
     """The fast path: a batch taken at once from a source that holds all images as one array; None where that cannot be done."""
     if source.pixels is None or max(source.pixels.shape[1:3]) > max_side:
         return None
-    images = source.pixels[indices.numpy()]  # [B, H, W] or [B, H, W, 3]
-    num_images, height, width = images.shape[:3]
-    pixels = torch.empty(num_images, 3, height, width, dtype=torch.uint8, pin_memory=pin)
-    pixels.numpy()[:] = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
-    found = [source.label_of(index) for index in indices.tolist()]
-    labels = torch.tensor([UNLABELLED if label is None else label for label in found])
-    return ImageBatch(pixels=pixels, sizes=torch.tensor([height, width]).repeat(num_images, 1), indices=indices, labels=labels)
+    images = pack_equal(source.pixels[indices.numpy()], device=device, pin=pin)
+    labels = torch.tensor([label_number(source.label_of(index)) for index in indices.tolist()])
+    return ImageBatch(images=images, indices=indices, labels=labels)
 
 
-def _in_order(read: Callable[[int], Result], indices: Tensor, pool: ThreadPoolExecutor | None) -> list[Result]:
+def _batch_of(readings: list[Reading], indices: Tensor, *, device: torch.device | None, pin: bool) -> ImageBatch:
+    pixels = [reading.pixels for reading in readings if isinstance(reading.pixels, Tensor)]
+    assert len(pixels) == len(indices)
+    return ImageBatch(
+        images=pack(pixels, device=device, pin=pin), indices=indices, labels=torch.tensor([reading.label for reading in readings])
+    )
+
+
+def _in_order(read: Callable[[int], Result], indices: list[int], pool: ThreadPoolExecutor | None) -> list[Result]:
     """read(index) for all indices, by the pool's threads or, without one, here."""
 
     def read_chunk(chunk: list[int]) -> list[Result]:
         return [read(index) for index in chunk]
 
-    chunks = [indices[start : start + CHUNK_SIZE].tolist() for start in range(0, len(indices), CHUNK_SIZE)]
+    chunks = [indices[start : start + CHUNK_SIZE] for start in range(0, len(indices), CHUNK_SIZE)]
     results = map(read_chunk, chunks) if pool is None else pool.map(read_chunk, chunks)
     return [result for chunk_results in results for result in chunk_results]
 
@@ -156,8 +84,12 @@ def _in_order(read: Callable[[int], Result], indices: Tensor, pool: ThreadPoolEx
 class Loader:
     """The batch of any step; when steps are asked for in sequence, the next ones are made in the background.
 
-    `order_at` gives the images of a step and is called from several threads. `on_skip` hears of each unreadable image, in the thread that
-    calls `at`. An unreadable image is replaced by another, but `indices` keeps its number, so views of the stand-in differ from its own.
+    `order_at` gives the images of a step and is called from several threads. `on_skip` hears of each unreadable image and `on_note` of a
+    full or useless cache, in the thread that calls `at`. An unreadable image is replaced by another, but `indices` keeps its number, so
+    views of the stand-in differ from its own.
+
+    With a GPU as `device` batches arrive there complete: transfers, and decoding where there is a `batch_decoder`, run on streams of their
+    own, and the training stream never waits for them. Without `device` batches stay on the CPU.
     """
 
     def __init__(
@@ -169,15 +101,23 @@ class Loader:
         num_workers: int,
         max_side: int,
         prefetch_steps: int = 2,
+        device: torch.device | None = None,
+        batch_decoder: JpegDecoder | None = None,
+        cache: ImageCache | None = None,
         on_skip: Callable[[str], None],
+        on_note: Callable[[str], None] | None = None,
     ) -> None:
         self._source = source
         self._order_at = order_at
-        self._seed = seed
         self._max_side = max_side
         self._prefetch_steps = prefetch_steps
-        self._record = _ReadabilityRecord(source, on_skip)
-        self._pin = torch.cuda.is_available()
+        self._device = device
+        self._batch_decoder = batch_decoder
+        self._cache = cache
+        self._on_note = on_note
+        self._reader = ImageReader(source, seed=seed, max_side=max_side, cache=cache, batch_decoder=batch_decoder)
+        self._record = ReadabilityRecord(source, on_skip)
+        self._pin = torch.cuda.is_available() and (device is None or device.type == "cuda")
         self._pending: dict[int, Future[tuple[ImageBatch | None, Tried]]] = {}
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="massl-decode") if num_workers > 0 else None
         # Pinning from a new thread would open a context on GPU 0 in every process, so those threads take over this thread's GPU.
@@ -191,7 +131,21 @@ class Loader:
         self._record.add(tried)
         if batch is None:
             raise self._record.error()
+        self._note_cache()
+        batch.belongs_to_current_stream()
         return batch
+
+    def _note_cache(self) -> None:
+        """What there is to say about the cache, once."""
+        if self._cache is None or self._on_note is None:
+            return
+        if self._source.pixels is not None:
+            self._on_note(f"data.cache_gib has no use here: {self._source.name} holds all its images in memory as they are")
+        elif self._cache.is_full:
+            self._on_note(self._cache.describe(len(self._source)))
+        else:
+            return
+        self._on_note = None
 
     def _prefetched(self, step: int) -> tuple[ImageBatch | None, Tried]:
         wanted = range(step, step + self._prefetch_steps + 1)
@@ -205,14 +159,18 @@ class Loader:
     def _make(self, step: int) -> tuple[ImageBatch | None, Tried]:
         """The batch, or None if an image has no stand-in; and what was tried, which `at` judges: the timing of threads plays no part."""
         indices = self._order_at(step)
-        batch = _cut_out(self._source, indices, max_side=self._max_side, pin=self._pin)
-        if batch is not None:
-            return batch, {}
-        read = partial(_read_or_replace, self._source, seed=self._seed, max_side=self._max_side)
-        results = _in_order(read, indices, self._workers)
-        tried = {index: reason for _, tried_for_one in results for index, reason in tried_for_one.items()}
-        readings = [reading for reading, _ in results if reading is not None]
-        return _padded(readings, indices, pin=self._pin) if len(readings) == len(indices) else None, tried
+        numbers = indices.tolist()
+        with side_stream(self._device):
+            batch = _cut_out(self._source, indices, max_side=self._max_side, device=self._device, pin=self._pin)
+            if batch is not None:
+                return batch, {}
+            results = _in_order(self._reader.read_or_replace, numbers, self._workers)
+            if self._batch_decoder is not None:
+                results = self._reader.decode_files(numbers, results)
+            readings = [reading for reading, _ in results if reading is not None]
+            if len(readings) == len(numbers):
+                batch = _batch_of(readings, indices, device=self._device, pin=self._pin)
+        return batch, {index: reason for _, tried in results for index, reason in tried.items()}
 
     def image_keys(self, indices: Tensor) -> list[str]:
         return [self._source.key_of(index) for index in indices.tolist()]
@@ -227,15 +185,16 @@ class Loader:
 
 def read_images(source: ImageSource, indices: Tensor, *, num_workers: int, max_side: int) -> ImageBatch:
     """Exactly these images, for probes and evaluations: an unreadable one stops the work instead of being replaced."""
-    batch = _cut_out(source, indices, max_side=max_side, pin=False)
+    batch = _cut_out(source, indices, max_side=max_side, device=None, pin=False)
     if batch is not None:
         return batch
+    reader = ImageReader(source, seed=0, max_side=max_side)
 
-    def read(index: int) -> _Reading:
+    def read(index: int) -> Reading:
         try:
-            return _read(source, index, max_side=max_side)
+            return reader.read(index)
         except UnreadableImage as error:
             raise DataError(f"{source.key_of(index)} in {source.name} cannot be read: {error}; repair or remove it") from None
 
     with ThreadPoolExecutor(num_workers) if num_workers > 0 else nullcontext() as pool:
-        return _padded(_in_order(read, indices, pool), indices, pin=False)
+        return _batch_of(_in_order(read, indices.tolist(), pool), indices, device=None, pin=False)

@@ -1,5 +1,7 @@
 """The settings of a recipe's `data:` section."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from massl.config import Settings
@@ -11,3 +13,10 @@ class DataSettings(Settings):
     source: str = Field("", description="Folder, .npz archive or URI: demo:train, folder:PATH?labels=none, torchvision:CIFAR10?root=DIR")
     max_side: int = Field(1024, gt=0, description="Images whose longer side exceeds this many pixels are reduced to it while decoding")
     num_workers: int = Field(4, ge=0, description="Threads that read and decode images; 0 decodes in the training thread")
+    decoder: Literal["cpu", "gpu"] = Field(
+        "cpu",
+        description="What decodes plain JPEGs; gpu: nvJPEG, whose pixels differ from the CPU's by about a grey level, more at colour edges",
+    )
+    cache_gib: float = Field(
+        0.0, ge=0.0, description="Keep decoded images in memory, up to this many GiB in each process (one process per GPU); 0: none"
+    )

@@ -1,13 +1,15 @@
 """Image operations on whole batches: crop and resize, colour, blur, solarise.
 
-All are pure functions of tensors and the same code runs on CPU and GPU. Images are float32 in [0, 1], [N, 3, H, W]. Parameters (boxes,
-factors, sigmas) live on the CPU, where they are drawn, so grouping images by what they need never waits for the device. Each operation
-follows what Pillow does to 8-bit images, but does not round to 8 bits in between.
+All are pure functions of tensors that run on any device; resampling on a GPU is a kernel of view_kernels, which does to whole views what
+these do step by step. Images are float32 in [0, 1], [N, 3, H, W]. Parameters (boxes, factors, sigmas) live on the CPU, where they are
+drawn, so grouping images by what they need never waits for the device. Each operation follows what Pillow does to 8-bit images, but does
+not round to 8 bits in between.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,6 +20,35 @@ _CHUNK_BYTES = 128 << 20  # of working memory while resampling; from 4 to 256 Mi
 _WINDOW_SIDES = torch.tensor(
     [16, 24, 32, 48, 64, 96, *range(128, 512, 64), *(side << octave for octave in range(9) for side in (512, 768))]
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedImages:
+    """Images of different sizes, one after another: each is [3, H, W] uint8, flattened."""
+
+    pixels: Tensor  # [P] uint8, on any device
+    offsets: Tensor  # [B] int64 on the CPU: where each image begins in `pixels`
+    sizes: Tensor  # [B, 2] int64 on the CPU: height, width
+
+    @classmethod
+    def from_list(cls, images: Sequence[Tensor]) -> Self:  # each uint8 [3, H, W]
+        ends = torch.tensor([image.numel() for image in images]).cumsum(0)
+        return cls(
+            pixels=torch.cat([image.flatten() for image in images]),
+            offsets=torch.cat([torch.zeros(1, dtype=torch.int64), ends[:-1]]),
+            sizes=torch.tensor([image.shape[1:] for image in images]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def slice(self, start: int, stop: int) -> Self:
+        """Images start to stop, as a micro-batch: the pixels are shared."""
+        return replace(self, offsets=self.offsets[start:stop], sizes=self.sizes[start:stop])
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same images with their pixels on the device; where they lie stays here, where crop boxes are drawn."""
+        return replace(self, pixels=self.pixels.to(device, non_blocking=True))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -36,7 +67,7 @@ def update_rows(images: Tensor, chosen: Tensor, operation: Callable[..., Tensor]
 # ---- crop and resize -------------------------------------------------------------------------------------------------------------------
 
 
-class _Axis(NamedTuple):
+class Axis(NamedTuple):
     """How N images are resampled along one axis; each field is [N] float32 (whole numbers below 2**24 are exact)."""
 
     first: Tensor  # the first source pixel that is read
@@ -45,55 +76,63 @@ class _Axis(NamedTuple):
     step: Tensor  # source pixels per output pixel; negative when mirrored
 
 
-def crop_resize(pixels: Tensor, boxes: Tensor, *, size: int, flip: Tensor) -> Tensor:
+def crop_resize(images: RaggedImages, boxes: Tensor, *, size: int, flip: Tensor) -> Tensor:
     """Views of size x size pixels: crop, antialiased bicubic resize, mirror (Pillow's `crop`, `resize` and `transpose`).
 
-    uint8 [B, 3, H, W] (images of different sizes, padded), CPU int64 [V, B, 4] (top, left, height, width), CPU bool [V, B]
-    -> [V, B, 3, size, size] in [0, 1].
+    CPU int64 [V, B, 4] (top, left, height, width), CPU bool [V, B] -> [V, B, 3, size, size] in [0, 1].
     """
     num_views, num_images, _ = boxes.shape
-    top, left, height, width = boxes.reshape(-1, 4).float().unbind(1)
-    mirrored = flip.reshape(-1)
-    rows = _Axis(top, height, torch.zeros_like(top), height / size)
-    columns = _Axis(left, width, torch.where(mirrored, width, 0), torch.where(mirrored, -width, width) / size)
-    views = _resample(pixels, torch.arange(num_images).repeat(num_views), rows, columns, size)
+    views = _resample(images, torch.arange(num_images).repeat(num_views), *crop_axes(boxes, size=size, flip=flip), size)
     return views.view(num_views, num_images, 3, size, size)
 
 
-def centre_view(pixels: Tensor, sizes: Tensor, *, size: int, crop_ratio: float) -> Tensor:
-    """Views for evaluation: the shorter side resized to size / crop_ratio, then the central size x size (torchvision Resize, CenterCrop).
+def crop_axes(boxes: Tensor, *, size: int, flip: Tensor) -> tuple[Axis, Axis]:
+    """Rows and columns of the N crops of `crop_resize`, view by view."""
+    top, left, height, width = boxes.reshape(-1, 4).float().unbind(1)
+    mirrored = flip.reshape(-1)
+    rows = Axis(top, height, torch.zeros_like(top), height / size)
+    return rows, Axis(left, width, torch.where(mirrored, width, 0), torch.where(mirrored, -width, width) / size)
 
-    uint8 [B, 3, H, W], CPU int64 [B, 2] (height, width of each image in the padded batch) -> [B, 3, size, size] in [0, 1].
-    """
+
+def centre_view(images: RaggedImages, *, size: int, crop_ratio: float) -> Tensor:  # -> [B, 3, size, size] in [0, 1]
+    """Views for evaluation: shorter side resized to size / crop_ratio, then the central size x size (torchvision Resize, CenterCrop)."""
     if not 0 < crop_ratio <= 1:
         raise ValueError(f"crop_ratio is {crop_ratio}; it must lie in (0, 1]: the part of the shorter side that is kept")
+    sizes = images.sizes
     resized = round(size / crop_ratio) * sizes // sizes.amin(1, keepdim=True)
     margin = torch.round((resized - size).double() / 2)  # half to even, as CenterCrop
     step = sizes.double() / resized
     start, reach = margin * step, 2 * step.clamp_min(1)  # only pixels within `reach` of the central part are read
     first = (start - reach).floor().clamp_min(0)
     num_read = torch.minimum((start + size * step + reach).ceil(), sizes.double()) - first
-    rows, columns = (_Axis(*(field[:, axis].float() for field in (first, num_read, start - first, step))) for axis in (0, 1))
-    return _resample(pixels, torch.arange(len(sizes)), rows, columns, size)
+    rows, columns = (Axis(*(field[:, axis].float() for field in (first, num_read, start - first, step))) for axis in (0, 1))
+    return _resample(images, torch.arange(len(images)), rows, columns, size)
 
 
-def _resample(pixels: Tensor, images: Tensor, rows: _Axis, columns: _Axis, size: int) -> Tensor:  # -> [N, 3, size, size]
-    """Row n: image `images[n]` of the batch, resampled along both axes as two matrix products.
+def _resample(images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, size: int) -> Tensor:  # -> [N, 3, size, size]
+    """Row n: image `sources[n]` of the batch, resampled along both axes as two matrix products.
 
     Only a window around each crop is read. Windows have few different sizes, so that those of one size share a batched product, and
     a window's size depends on its own crop alone, so that the products do not depend on what else is in the batch.
     """
+    pixels = images.pixels
+    if pixels.is_cuda:
+        from massl.ops import view_kernels  # here: Triton comes with PyTorch for GPUs only
+
+        jobs = view_kernels.pack_jobs(images, sources, rows, columns)
+        return view_kernels.resample(pixels, to_device(jobs, pixels.device), size=size)
     height_class, width_class = (torch.bucketize(axis.num_read.long(), _WINDOW_SIDES) for axis in (rows, columns))
     classes = height_class * len(_WINDOW_SIDES) + width_class
     order = torch.argsort(classes, stable=True)
-    jobs = to_device(torch.stack([torch.arange(len(images)), images, *rows, *columns])[:, order], pixels.device)
+    places = to_device(torch.stack([images.offsets, *images.sizes.T])[:, sources[order]], pixels.device)  # int64: offsets pass 2**24
+    jobs = to_device(torch.stack([torch.arange(len(sources)), *rows, *columns])[:, order], pixels.device)
     widest = int(_WINDOW_SIDES[width_class.max()])
-    line = torch.cat([pixels.flatten(), pixels.new_zeros(widest)])  # a window may reach past the last pixel
-    views = torch.empty(len(images), 3, size, size, device=pixels.device)
+    line = torch.cat([pixels, pixels.new_zeros(widest)])  # a window may reach past the last pixel
+    views = torch.empty(len(sources), 3, size, size, device=pixels.device)
     for chunk, height, width in _chunks(classes[order], size):
-        slots, sources, *axes = jobs[:, chunk]
-        chunk_rows, chunk_columns = _Axis(*axes[:4]), _Axis(*axes[4:])
-        windows = _windows(line, pixels.shape, sources, chunk_rows.first, chunk_columns.first, height, width)
+        slots, *axes = jobs[:, chunk]
+        chunk_rows, chunk_columns = Axis(*axes[:4]), Axis(*axes[4:])
+        windows = _windows(line, places[:, chunk], chunk_rows.first, chunk_columns.first, height, width)
         across = _weights(chunk_columns, size, width).mT / 255
         # Columns first, clipped in between, as Pillow does (since 13 unless height shrinks much more): only its rounding differs.
         half = torch.bmm(windows.float().flatten(1, 2), across).clamp_(0, 1).view(-1, 3, height, size)
@@ -113,16 +152,16 @@ def _chunks(sorted_classes: Tensor, size: int) -> Iterator[tuple[slice, int, int
         begin += num
 
 
-def _windows(line: Tensor, shape: Sequence[int], images: Tensor, tops: Tensor, lefts: Tensor, height: int, width: int) -> Tensor:
-    """uint8 [n, 3, height, width] read from the flattened batch; what lies beyond a crop is arbitrary and gets no weight."""
-    _, num_channels, batch_height, batch_width = shape
-    rows = (tops.long()[:, None] + torch.arange(height, device=line.device)).clamp_max(batch_height - 1)
-    planes = images.long()[:, None] * num_channels + torch.arange(num_channels, device=line.device)
-    starts = (planes[:, :, None] * batch_height + rows[:, None]) * batch_width + lefts.long()[:, None, None]
+def _windows(line: Tensor, places: Tensor, tops: Tensor, lefts: Tensor, height: int, width: int) -> Tensor:  # -> [n, 3, height, width]
+    """uint8 read from the flattened images, whose offsets, heights and widths are `places`; beyond a crop lies what gets no weight."""
+    offsets, image_heights, image_widths = places[:, :, None, None]
+    rows = torch.minimum(tops.long()[:, None] + torch.arange(height, device=line.device), image_heights[:, 0] - 1)
+    planes = torch.arange(3, device=line.device)[:, None] * image_heights
+    starts = offsets + (planes + rows[:, None]) * image_widths + lefts.long()[:, None, None]
     return line.unfold(0, width, 1)[starts]  # whole rows at a time: 9 times as fast on the CPU as an index per pixel
 
 
-def _weights(axis: _Axis, size: int, width: int) -> Tensor:  # -> [n, size, width]
+def _weights(axis: Axis, size: int, width: int) -> Tensor:  # -> [n, size, width]
     """Pillow's antialiased bicubic taps (Keys, 1981, a = -1/2): stretched when shrinking, cut at the border, summing to 1."""
     outputs, inputs = (torch.arange(num, device=axis.step.device) + 0.5 for num in (size, width))
     step = axis.step[:, None]

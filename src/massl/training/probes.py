@@ -9,12 +9,14 @@ from torch import Tensor
 
 from massl import distributed, keyed_random
 from massl.config import RecipeError, Settings
+from massl.data.cache import ImageCache
+from massl.data.gpu_decode import jpeg_decoder
 from massl.data.loader import Loader
 from massl.data.settings import DataSettings
 from massl.data.sources import ImageSource, open_source
 from massl.data.views import ViewSettings
 from massl.methods.base import Method, StepHyper
-from massl.ops.image_ops import centre_view, normalise
+from massl.ops.image_ops import RaggedImages, centre_view, normalise
 from massl.ops.neighbours import knn_accuracy
 from massl.ops.spectrum import effective_rank
 
@@ -56,6 +58,7 @@ class Probe:
         training_source: ImageSource,
         seed: int,
         device: torch.device,
+        cache: ImageCache | None = None,
         on_skip: Callable[[str], None],
     ) -> None:
         self.settings = settings
@@ -63,6 +66,7 @@ class Probe:
         self._data = data
         self._seed = seed
         self._device = device
+        self._cache = cache
         self._on_skip = on_skip
         self._database, self._queries = self._choose(training_source)
 
@@ -92,9 +96,9 @@ class Probe:
         was_training = backbone.training
         backbone.eval()
 
-        def features_of(pixels: Tensor, sizes: Tensor) -> Tensor:
-            images = centre_view(pixels, sizes, size=self.views.global_size, crop_ratio=self.settings.crop_ratio)
-            return backbone(normalise(images, self.views.mean, self.views.std)).pooled.float()  # type: ignore[no-any-return]
+        def features_of(images: RaggedImages) -> Tensor:
+            views = centre_view(images, size=self.views.global_size, crop_ratio=self.settings.crop_ratio)
+            return backbone(normalise(views, self.views.mean, self.views.std)).pooled.float()  # type: ignore[no-any-return]
 
         query_features, query_labels = self._extract(self._queries, features_of)
         if not bool(query_features.isfinite().all()):
@@ -112,8 +116,8 @@ class Probe:
         if self._database is None:
             return None
 
-        def pixels_of(pixels: Tensor, sizes: Tensor) -> Tensor:
-            return centre_view(pixels, sizes, size=_RAW_PIXEL_SIDE, crop_ratio=self.settings.crop_ratio).flatten(1)
+        def pixels_of(images: RaggedImages) -> Tensor:
+            return centre_view(images, size=_RAW_PIXEL_SIDE, crop_ratio=self.settings.crop_ratio).flatten(1)
 
         return self._knn(*self._extract(self._queries, pixels_of), *self._extract(self._database, pixels_of))
 
@@ -127,7 +131,7 @@ class Probe:
             num_neighbours=self.settings.num_neighbours,
         )
 
-    def _extract(self, subset: _Subset, features_of: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:  # -> [N, D], [N]
+    def _extract(self, subset: _Subset, features_of: Callable[[RaggedImages], Tensor]) -> tuple[Tensor, Tensor]:  # -> [N, D], [N]
         """Features and labels of a subset; each rank does its share and all receive all."""
         num_images, world_size = len(subset.indices), distributed.world_size()
         share = -(-num_images // world_size)
@@ -140,13 +144,16 @@ class Probe:
             seed=self._seed,
             num_workers=self._data.num_workers,
             max_side=self._data.max_side,
+            device=self._device,
+            batch_decoder=jpeg_decoder(self._data.decoder, self._device),
+            cache=self._cache,
             on_skip=self._on_skip,
         )
         features, labels = [], []
         try:
             for chunk in range(len(chunks)):
                 batch = loader.at(chunk)
-                features.append(features_of(batch.to(self._device).pixels, batch.sizes))
+                features.append(features_of(batch.to(self._device).images))
                 labels.append(batch.labels.to(self._device))
         finally:
             loader.close()

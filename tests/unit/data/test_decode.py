@@ -1,7 +1,9 @@
 import io
+import re
 import struct
 import warnings
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+import massl.data.decode as decode_module
 from massl.data.decode import MAX_PIXELS, UnreadableImage, decode
 from massl.data.sources.base import EncodedImage, Pixels
 
@@ -208,3 +211,63 @@ def test_a_decompression_bomb_is_refused_from_its_header(height: int, monkeypatc
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # another library may have lifted Pillow's own limit
         with pytest.raises(UnreadableImage, match="178,956,970"):
             decoded(png_claiming(10_000, height))
+
+
+def photograph(height: int, width: int) -> Image.Image:
+    small = np.random.default_rng(height).integers(0, 256, (height // 6 + 1, width // 6 + 1, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.mark.parametrize("options", [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"progressive": True}, {"quality": 30}])
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_the_fast_jpeg_path_gives_pillows_pixels(mode: str, options: dict[str, Any]) -> None:
+    for size in ((61, 83), (64, 64), (7, 200), (1, 1)):
+        data = encoded(photograph(*size).convert(mode), "JPEG", **options)
+        fast = decode_module._decode_plain_jpeg(data, 1024)
+        assert fast is not None
+        assert torch.equal(fast, decode_module._decode_with_pillow(data, 1024))
+        assert torch.equal(fast, planes(Image.open(io.BytesIO(data)).convert("RGB")))
+
+
+def test_the_fast_path_leaves_what_is_not_plain_to_pillow() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture = photograph(40, 60)
+    unusual = [encoded(picture, "JPEG", exif=exif), encoded(picture.convert("CMYK"), "JPEG"), encoded(picture, "PNG")]
+    assert all(decode_module._decode_plain_jpeg(data, 1024) is None for data in unusual)
+    assert decode_module._decode_plain_jpeg(encoded(picture, "JPEG"), 59) is None
+    assert decode_module._decode_plain_jpeg(encoded(picture, "JPEG")[:-20], 1024) is None
+
+
+def test_jpegs_are_decoded_alike_where_the_fast_decoder_is_missing_or_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(photograph(40, 60), "JPEG")
+    expected = decoded(data)
+
+    def other_library(file: Tensor, mode: int, turn: bool) -> Tensor:
+        return torch.zeros(3, 45, 53, dtype=torch.uint8)
+
+    for operators in (SimpleNamespace(), SimpleNamespace(decode_jpeg=other_library)):
+        decode_module._fast_jpeg_decoder.cache_clear()
+        monkeypatch.setattr(torch.ops, "image", operators)
+        assert decode_module._fast_jpeg_decoder() is None
+        assert torch.equal(decoded(data), expected)
+        monkeypatch.undo()
+    decode_module._fast_jpeg_decoder.cache_clear()
+    assert decode_module._fast_jpeg_decoder() is not None
+
+
+def test_damaged_jpegs_are_judged_by_pillow_alone() -> None:
+    rng = np.random.default_rng(0)
+    whole = encoded(photograph(33, 47), "JPEG")
+    for _ in range(300):
+        damaged = bytearray(whole[: rng.integers(len(whole) // 2, len(whole) + 1)] if rng.random() < 0.3 else whole)
+        for position in rng.integers(2, len(damaged), 2):
+            damaged[position] = rng.integers(256)
+        data = bytes(damaged)
+        try:
+            expected = decode_module._decode_with_pillow(data, 1024)
+        except UnreadableImage as reason:
+            with pytest.raises(UnreadableImage, match=re.escape(str(reason))):
+                decoded(data)
+        else:
+            assert torch.equal(decoded(data), expected)

@@ -14,7 +14,9 @@ from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as reference
 
 from massl.config import RecipeError, validate
-from massl.data.views import ViewParameters, ViewSettings, draw_parameters, make_views
+from massl.data import views as views_module
+from massl.data.views import ViewBatch, ViewParameters, ViewSettings, draw_parameters, make_views
+from massl.ops.image_ops import RaggedImages
 
 SMALL = ViewSettings(num_local=3, global_size=32, local_size=16)
 
@@ -25,16 +27,6 @@ def image_of(height: int, width: int, seed: int) -> Tensor:
     noise = torch.randint(0, 20, (3, height, width), generator=generator)
     smooth: Tensor = reference.resize(coarse, [height, width])
     return (smooth.long() + noise).clamp(0, 255).byte()
-
-
-def batch_of(images: list[Tensor], *, extra: int = 0) -> tuple[Tensor, Tensor]:
-    """The padded batch, `extra` pixels larger than needed, and the sizes."""
-    sizes = torch.tensor([image.shape[1:] for image in images])
-    height, width = (sizes.amax(0) + extra).tolist()
-    pixels = torch.full((len(images), 3, height, width), 77, dtype=torch.uint8)
-    for row, image in zip(pixels, images, strict=True):
-        row[:, : image.shape[1], : image.shape[2]] = image
-    return pixels, sizes
 
 
 def draw_many(settings: ViewSettings, num_images: int = 4000, height: int = 375, width: int = 500, **keys: int) -> ViewParameters:
@@ -145,24 +137,29 @@ def test_parameters_of_an_image_do_not_depend_on_the_batch_around_it() -> None:
         assert torch.equal(getattr(alone, field.name)[:, 0], getattr(together, field.name)[:, 1]), field.name
 
 
-def test_views_of_an_image_are_bitwise_the_same_alone_elsewhere_in_a_batch_and_with_other_padding() -> None:
+def test_views_of_an_image_are_bitwise_the_same_alone_and_elsewhere_in_a_batch() -> None:
     images = [image_of(60, 80, 0), image_of(32, 32, 1), image_of(101, 47, 2), image_of(90, 90, 3)]
     indices = torch.tensor([4, 11, 9, 30])
-    pixels, sizes = batch_of(images)
-    whole = make_views(pixels, sizes, indices, SMALL, seed=1, epoch=2)
+    whole = make_views(RaggedImages.from_list(images), indices, SMALL, seed=1, epoch=2)
     turned = [2, 0, 3, 1]
-    moved_pixels, moved_sizes = batch_of([images[i] for i in turned], extra=13)
-    moved = make_views(moved_pixels, moved_sizes, indices[turned], SMALL, seed=1, epoch=2)
+    moved = make_views(RaggedImages.from_list([images[i] for i in turned]), indices[turned], SMALL, seed=1, epoch=2)
     assert whole.local_views is not None
     assert moved.local_views is not None
     assert torch.equal(moved.global_views, whole.global_views[:, turned])
     assert torch.equal(moved.local_views, whole.local_views[:, turned])
     assert torch.equal(moved.image_indices, indices[turned])
     for position, image in enumerate(images):
-        alone = make_views(image[None], sizes[position : position + 1], indices[position : position + 1], SMALL, seed=1, epoch=2)
+        alone = make_views(RaggedImages.from_list([image]), indices[position : position + 1], SMALL, seed=1, epoch=2)
         assert alone.local_views is not None
         assert torch.equal(alone.global_views[:, 0], whole.global_views[:, position])
         assert torch.equal(alone.local_views[:, 0], whole.local_views[:, position])
+
+
+def test_views_in_another_dtype_are_those_in_float32_rounded_once() -> None:
+    images = RaggedImages.from_list([image_of(60, 80, 0), image_of(32, 32, 1)])
+    exact, rounded = (make_views(images, torch.arange(2), SMALL, seed=0, epoch=0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    for exact_group, rounded_group in zip(exact.groups(), rounded.groups(), strict=True):
+        assert torch.equal(rounded_group, exact_group.bfloat16())
 
 
 PLAIN: dict[str, Any] = {
@@ -181,8 +178,8 @@ PLAIN: dict[str, Any] = {
 def views_with(**changes: Any) -> list[Tensor]:
     """First global, second global and local view of three images; only `changes` is switched on."""
     settings = ViewSettings(num_local=1, global_size=24, local_size=24, **{**PLAIN, **changes})
-    pixels, sizes = batch_of([image_of(40, 50, seed) for seed in range(3)])
-    batch = make_views(pixels, sizes, torch.arange(3), settings, seed=0, epoch=0)
+    images = RaggedImages.from_list([image_of(40, 50, seed) for seed in range(3)])
+    batch = make_views(images, torch.arange(3), settings, seed=0, epoch=0)
     assert batch.local_views is not None
     return [*batch.global_views, *batch.local_views]
 
@@ -220,14 +217,14 @@ def test_operations_come_in_the_order_grey_blur_solarise() -> None:
 
 
 def test_default_views_have_the_papers_shapes() -> None:
-    pixels, sizes = batch_of([image_of(60, 80, 0)])
-    batch = make_views(pixels, sizes, torch.tensor([0]), ViewSettings(), seed=0, epoch=0)
+    images = RaggedImages.from_list([image_of(60, 80, 0)])
+    batch = make_views(images, torch.tensor([0]), ViewSettings(), seed=0, epoch=0)
     assert batch.local_views is not None
     assert batch.global_views.shape == (2, 1, 3, 224, 224)
     assert batch.local_views.shape == (10, 1, 3, 96, 96)
     assert batch.global_views.dtype == torch.float32
     assert batch.global_views.is_contiguous()
-    assert make_views(pixels, sizes, torch.tensor([0]), ViewSettings(num_local=0), seed=0, epoch=0).local_views is None
+    assert make_views(images, torch.tensor([0]), ViewSettings(num_local=0), seed=0, epoch=0).local_views is None
 
 
 @pytest.mark.parametrize(
@@ -248,19 +245,44 @@ def test_impossible_settings_are_refused_with_their_name(values: dict[str, Any],
         validate(ViewSettings, values, origin="test")
 
 
+def assert_same_but_for_rounding(views: ViewBatch, expected: ViewBatch, settings: ViewSettings) -> None:
+    """Within 1.5 grey levels, of which solarising takes one where a pixel falls on the other side of its threshold, and 0.1 on average."""
+    for group, expected_group in zip(views.groups(), expected.groups(), strict=True):
+        assert group.shape == expected_group.shape
+        in_levels = (group.cpu() - expected_group).abs() * torch.tensor(settings.std).view(3, 1, 1) * 255
+        assert float(in_levels.max()) < 1.5
+        assert float(in_levels.mean()) < 0.1
+
+
+@pytest.mark.parametrize("blur_sigma", [(0.1, 2.0), (1.0, 9.0)])  # the second is too wide for the kernel
+def test_views_by_kernels_equal_those_of_image_ops(blur_sigma: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SMALL.model_copy(update={"blur_sigma": blur_sigma, "global_size": 40})
+    images = RaggedImages.from_list([image_of(30 + 10 * seed, 80, seed) for seed in range(4)]).slice(1, 4)
+    expected = make_views(images, torch.arange(3), settings, seed=0, epoch=0)
+    if torch.cuda.is_available():
+        images = images.to("cuda")
+    monkeypatch.setattr(views_module, "_render", views_module._render_by_kernels)  # in Python where there is no GPU
+    views = make_views(images, torch.arange(3), settings, seed=0, epoch=0)
+    assert_same_but_for_rounding(views, expected, settings)
+    assert not torch.equal(views.global_views.cpu(), expected.global_views), "the kernels were not used"
+    moved = make_views(images.slice(2, 3), torch.tensor([2]), settings, seed=0, epoch=0)
+    if blur_sigma[1] < 5:
+        assert torch.equal(moved.global_views[:, 0], views.global_views[:, 2])
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_views_on_a_gpu_equal_those_on_the_cpu_and_never_wait_for_it() -> None:
-    pixels, sizes = batch_of([image_of(60 + 10 * seed, 80, seed) for seed in range(8)])
+    settings = ViewSettings(num_local=4)
+    images = RaggedImages.from_list([image_of(300 + 40 * seed, 500, seed) for seed in range(8)])
     indices = torch.arange(8)
-    on_cpu = make_views(pixels, sizes, indices, SMALL, seed=0, epoch=0)
-    device_pixels = pixels.cuda()
+    on_cpu = make_views(images, indices, settings, seed=0, epoch=0)
+    device_images = images.to("cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        on_gpu = make_views(device_pixels, sizes, indices, SMALL, seed=0, epoch=0)
+        on_gpu = make_views(device_images, indices, settings, seed=0, epoch=0)
+        in_bfloat16 = make_views(device_images, indices, settings, seed=0, epoch=0, dtype=torch.bfloat16)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert on_cpu.local_views is not None
-    assert on_gpu.local_views is not None
-    # Solarising is a jump: a pixel at its threshold may fall on either side, so the mean is what must agree.
-    assert float((on_gpu.global_views.cpu() - on_cpu.global_views).abs().mean()) < 1e-3
-    torch.testing.assert_close(on_gpu.local_views.cpu(), on_cpu.local_views, rtol=0, atol=1e-3)
+    assert_same_but_for_rounding(on_gpu, on_cpu, settings)
+    for rounded, exact in zip(in_bfloat16.groups(), on_gpu.groups(), strict=True):
+        assert torch.equal(rounded, exact.bfloat16())

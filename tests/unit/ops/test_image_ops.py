@@ -9,6 +9,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as reference
 
 from massl.ops import image_ops
+from massl.ops.image_ops import RaggedImages
 
 LEVEL = 1 / 255
 
@@ -33,19 +34,29 @@ def as_floats(images: list[Image.Image]) -> Tensor:
     return torch.stack([as_bytes(image) for image in images]) / 255
 
 
-def padded(images: list[Image.Image], fill: int = 255) -> tuple[Tensor, Tensor]:
-    """Batch and sizes; the fill is white so that reading the padding shows."""
-    sizes = torch.tensor([[image.height, image.width] for image in images])
-    pixels = torch.full((len(images), 3, *sizes.amax(0).tolist()), fill, dtype=torch.uint8)
-    for row, image in zip(pixels, images, strict=True):
-        row[:, : image.height, : image.width] = as_bytes(image)
-    return pixels, sizes
+def ragged(images: list[Image.Image]) -> RaggedImages:
+    return RaggedImages.from_list([as_bytes(image) for image in images])
 
 
 def in_levels(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     """Mean and largest absolute difference in grey levels."""
     difference = (ours - theirs).abs() * 255
     return float(difference.mean()), float(difference.max())
+
+
+def test_ragged_images_lie_one_after_another_and_a_micro_batch_shares_their_pixels(images: list[Image.Image]) -> None:
+    batch = ragged(images)
+    assert len(batch) == len(images)
+    for image, offset, (height, width) in zip(images, batch.offsets.tolist(), batch.sizes.tolist(), strict=True):
+        there = batch.pixels[offset : offset + 3 * height * width].view(3, height, width)
+        assert torch.equal(there, as_bytes(image))
+    part = batch.slice(2, 5)
+    assert len(part) == 3
+    assert part.pixels.data_ptr() == batch.pixels.data_ptr()
+    assert torch.equal(part.to("cpu").offsets, batch.offsets[2:5])
+    boxes, flip = random_boxes(batch.sizes, num_views=2), torch.zeros(2, len(images), dtype=torch.bool)
+    whole = image_ops.crop_resize(batch, boxes, size=16, flip=flip)
+    assert torch.equal(image_ops.crop_resize(part, boxes[:, 2:5], size=16, flip=flip[:, 2:5]), whole[:, 2:5])
 
 
 SIZES = [(90, 120), (33, 47), (1, 1), (3, 500), (500, 3), (224, 224), (260, 301)]
@@ -79,10 +90,10 @@ def pillow_views(images: list[Image.Image], boxes: Tensor, size: int, flip: Tens
 
 @pytest.mark.parametrize("size", [1, 16, 96, 224])
 def test_crop_resize_is_pillows_crop_and_bicubic_resize_up_to_its_rounding(images: list[Image.Image], size: int) -> None:
-    pixels, sizes = padded(images)
-    boxes = random_boxes(sizes, num_views=4)
+    batch = ragged(images)
+    boxes = random_boxes(batch.sizes, num_views=4)
     flip = torch.arange(boxes.shape[0] * boxes.shape[1]).view(boxes.shape[:2]) % 2 == 0
-    views = image_ops.crop_resize(pixels, boxes, size=size, flip=flip)
+    views = image_ops.crop_resize(batch, boxes, size=size, flip=flip)
     assert views.shape == (4, len(images), 3, size, size)
     assert views.min() >= 0
     assert views.max() <= 1
@@ -92,17 +103,17 @@ def test_crop_resize_is_pillows_crop_and_bicubic_resize_up_to_its_rounding(image
 
 
 def test_crop_resize_in_small_chunks_gives_the_same_views(images: list[Image.Image], monkeypatch: pytest.MonkeyPatch) -> None:
-    pixels, sizes = padded(images)
-    boxes = random_boxes(sizes, num_views=5)
+    batch = ragged(images)
+    boxes = random_boxes(batch.sizes, num_views=5)
     flip = torch.zeros(boxes.shape[:2], dtype=torch.bool)
-    whole = image_ops.crop_resize(pixels, boxes, size=32, flip=flip)
+    whole = image_ops.crop_resize(batch, boxes, size=32, flip=flip)
     monkeypatch.setattr(image_ops, "_CHUNK_BYTES", 1)
-    torch.testing.assert_close(image_ops.crop_resize(pixels, boxes, size=32, flip=flip), whole, rtol=0, atol=1e-6)
+    torch.testing.assert_close(image_ops.crop_resize(batch, boxes, size=32, flip=flip), whole, rtol=0, atol=1e-6)
 
 
 def test_crop_resize_of_a_box_of_the_output_size_copies_the_pixels() -> None:
     image = picture(40, 50)
-    view = image_ops.crop_resize(as_bytes(image)[None], torch.tensor([[[3, 5, 24, 24]]]), size=24, flip=torch.zeros(1, 1, dtype=torch.bool))
+    view = image_ops.crop_resize(ragged([image]), torch.tensor([[[3, 5, 24, 24]]]), size=24, flip=torch.zeros(1, 1, dtype=torch.bool))
     torch.testing.assert_close(view[0, 0], as_bytes(image)[:, 3:27, 5:29] / 255, rtol=0, atol=1e-5)
 
 
@@ -111,8 +122,7 @@ def test_centre_view_is_torchvisions_resize_and_centre_crop(size: int, crop_rati
     images = [picture(height, width, seed) for seed, (height, width) in enumerate([(90, 121), (333, 500), (47, 33), (1, 1), (224, 224)])]
     shorter_side = round(size / crop_ratio)
     transform = v2.Compose([v2.Resize(shorter_side, v2.InterpolationMode.BICUBIC), v2.CenterCrop(size)])
-    pixels, sizes = padded(images)
-    views = image_ops.centre_view(pixels, sizes, size=size, crop_ratio=crop_ratio)
+    views = image_ops.centre_view(ragged(images), size=size, crop_ratio=crop_ratio)
     mean, largest = in_levels(views, as_floats([transform(image) for image in images]))
     assert mean < 0.5
     assert largest < 1.3
@@ -120,7 +130,7 @@ def test_centre_view_is_torchvisions_resize_and_centre_crop(size: int, crop_rati
 
 def test_centre_view_refuses_a_ratio_above_one() -> None:
     with pytest.raises(ValueError, match=r"crop_ratio is 1\.5; it must lie in \(0, 1\]"):
-        image_ops.centre_view(torch.zeros(1, 3, 8, 8, dtype=torch.uint8), torch.tensor([[8, 8]]), size=4, crop_ratio=1.5)
+        image_ops.centre_view(ragged([picture(8, 8)]), size=4, crop_ratio=1.5)
 
 
 COLOUR_CASES = {
