@@ -1,7 +1,7 @@
 """Any timm model as a backbone: images in, one feature vector per image (and patch tokens, for transformers) out."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from massl import keyed_random
 from massl.config import RecipeError, Settings, closest
-from massl.nn.drop_path import KeyedDropPath, draw_scales, replace_drop_paths
-from massl.nn.positions import resample_positions
+from massl.nn.drop_path import KeyedDropPath, draw_scales, keep_probabilities, replace_drop_paths
+from massl.nn.plain_transformer import class_token_of_last_block, embed_patches, has_plain_attention, why_not_fused
+from massl.nn.positions import model_positions
 
 
 class BackboneSettings(Settings):
@@ -48,6 +49,8 @@ class Backbone(nn.Module):
     patch are left out. Other networks give their pooled features.
     """
 
+    keep: Tensor  # [num_drop_paths] probability that a residual branch is kept
+
     def __init__(self, model: nn.Module, *, timm_arguments: Mapping[str, Any]) -> None:
         super().__init__()
         _refuse_unknown_transformer(model)
@@ -55,42 +58,84 @@ class Backbone(nn.Module):
         self.timm_arguments = dict(timm_arguments)  # what builds an empty copy of the model
         self.dim = int(model.head_hidden_size)  # type: ignore[arg-type]  # of features before a classifier; num_features may be another
         self.activation_checkpointing = False
+        self.fused_kernels = False
         self._drop_paths = replace_drop_paths(model)
+        self.register_buffer("keep", keep_probabilities(self._drop_paths), persistent=False)
+        self._class_token_of_last_block = class_token_of_last_block
 
     def forward(self, images: Tensor, sample_keys: Tensor | None = None) -> Tokens:  # [B, 3, H, W], [B] int64
         """Features of the images. `sample_keys` switches stochastic depth on and decides its coin flips."""
-        scales = None if sample_keys is None or not self._drop_paths else draw_scales(self._drop_paths, sample_keys)
-        if isinstance(self.model, VisionTransformer):
-            return self._transformer_tokens(self.model, images, scales)
-        self._set_scales(self.model, scales)
-        return Tokens(pooled=self.model(images), patches=None)
-
-    def _transformer_tokens(self, model: VisionTransformer, images: Tensor, scales: Tensor | None) -> Tokens:
-        tokens = model.norm_pre(_embed_patches(model, images))
-        for block in model.blocks:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                tokens = checkpoint(self._run_block, block, tokens, scales, use_reentrant=False)
-            else:
-                tokens = self._run_block(block, tokens, scales)
-        tokens = model.norm(tokens)
+        scales = self._scales(sample_keys)
+        if not isinstance(self.model, VisionTransformer):
+            self._set_scales(self.model, scales)
+            return Tokens(pooled=self.model(images), patches=None)
+        model = self.model
+        tokens = model.norm(self._through_blocks(_embed(model, images), model.blocks, scales))
         num_prefix = model.num_prefix_tokens
         pooled = tokens[:, 0] if model.cls_token is not None else tokens[:, num_prefix:].mean(dim=1)
         return Tokens(pooled=model.fc_norm(pooled), patches=tokens[:, num_prefix:])
+
+    def pooled(
+        self, view_groups: list[Tensor], sample_keys: Tensor | None = None
+    ) -> Tensor:  # groups of [R_i, 3, H_i, W_i] -> [sum R_i, D]
+        """`forward(...).pooled` of views of several sizes, without the work that only the patch tokens of the last block would need."""
+        scales = self._scales(sample_keys)
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
+        if self.fused_kernels and view_groups[0].is_cuda and dtype != torch.float32:
+            from massl.nn.fused_transformer import class_features  # needs Triton, which only platforms with CUDA have
+
+            assert isinstance(self.model, VisionTransformer)
+            return class_features(self.model, view_groups, scales, dtype=dtype, memory_lean=self.activation_checkpointing)
+        num_rows = [len(group) for group in view_groups]
+        scale_groups = [None] * len(num_rows) if scales is None else torch.split(scales, num_rows, dim=1)
+        return torch.cat([self._pooled(group, part) for group, part in zip(view_groups, scale_groups, strict=True)])
+
+    def _pooled(self, images: Tensor, scales: Tensor | None) -> Tensor:  # [B, 3, H, W] -> [B, D]
+        model = self.model
+        if not isinstance(model, VisionTransformer):
+            self._set_scales(model, scales)
+            return model(images)  # type: ignore[no-any-return]
+        if model.cls_token is None or not has_plain_attention(model.blocks[-1]):
+            tokens = model.norm(self._through_blocks(_embed(model, images), model.blocks, scales))
+            pooled = tokens[:, 0] if model.cls_token is not None else tokens[:, model.num_prefix_tokens :].mean(dim=1)
+            return model.fc_norm(pooled)  # type: ignore[no-any-return]
+        tokens = self._through_blocks(_embed(model, images), model.blocks[:-1], scales)
+        self._set_scales(model.blocks[-1], scales)
+        return model.fc_norm(model.norm(self._class_token_of_last_block(model.blocks[-1], tokens))[:, 0])  # type: ignore[no-any-return]
+
+    def _through_blocks(self, tokens: Tensor, blocks: Iterable[nn.Module], scales: Tensor | None) -> Tensor:
+        for block in blocks:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                # No random state: nothing here draws from it, and reading it is impossible while a CUDA graph is recorded.
+                tokens = checkpoint(self._run_block, block, tokens, scales, use_reentrant=False, preserve_rng_state=False)
+            else:
+                tokens = self._run_block(block, tokens, scales)
+        return tokens
 
     def _run_block(self, block: nn.Module, tokens: Tensor, scales: Tensor | None) -> Tensor:
         # Inside the checkpointed function, so that the recomputation in the backward pass sees the same coin flips.
         self._set_scales(block, scales)
         return block(tokens)  # type: ignore[no-any-return]
 
+    def _scales(self, sample_keys: Tensor | None) -> Tensor | None:  # [B] -> [num_drop_paths, B]
+        return None if sample_keys is None or not self._drop_paths else draw_scales(self.keep, sample_keys)
+
     def _set_scales(self, part: nn.Module, scales: Tensor | None) -> None:
         for module in part.modules():
             if isinstance(module, KeyedDropPath):
                 module.scales = None if scales is None else scales[module.layer]
 
+    def use_fused_kernels(self) -> str | None:
+        """Compute `pooled` by fused kernels where it runs in 16 bits on a GPU; returns what prevents it, in words, or None."""
+        reason = why_not_fused(self.model)
+        self.fused_kernels = reason is None
+        return reason
+
     def compile_blocks(self) -> None:
         """Compile each transformer block in place (other networks as a whole); state dict and results stay the same."""
         for block in self.model.blocks if isinstance(self.model, VisionTransformer) else [self.model]:
             block.compile(dynamic=False)
+        self._class_token_of_last_block = torch.compile(class_token_of_last_block, dynamic=False)
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Recompute each transformer block in the backward pass instead of keeping its activations."""
@@ -114,19 +159,10 @@ def _refuse_unknown_transformer(model: nn.Module) -> None:
         raise RecipeError("distilled transformers carry a second class token, which massl does not train; choose the plain model")
 
 
-def _embed_patches(model: VisionTransformer, images: Tensor) -> Tensor:  # [B, 3, H, W] -> [B, prefix + patches, D]
+def _embed(model: VisionTransformer, images: Tensor) -> Tensor:  # [B, 3, H, W] -> [B, prefix + patches, D]
     grid = model.patch_embed.proj(images)
-    height, width = grid.shape[-2:]
     patches = model.patch_embed.norm(grid.flatten(2).transpose(1, 2))
-    prefix = [token.expand(images.shape[0], -1, -1) for token in (model.cls_token, model.reg_token) if token is not None]
-    if model.pos_embed is None:
-        return torch.cat([*prefix, patches], dim=1)
-    num_prefix_positions = 0 if model.no_embed_class else model.num_prefix_tokens
-    positions = resample_positions(model.pos_embed[:, num_prefix_positions:], height, width)
-    positions = torch.cat([model.pos_embed[:, :num_prefix_positions], positions], dim=1)
-    if model.no_embed_class:
-        return torch.cat([*prefix, patches + positions], dim=1)
-    return torch.cat([*prefix, patches], dim=1) + positions
+    return model.norm_pre(embed_patches(model, patches, model_positions(model, *grid.shape[-2:])))  # type: ignore[no-any-return]
 
 
 def build_backbone(settings: BackboneSettings, *, seed: int, drop_path_rate: float = 0.0) -> Backbone:

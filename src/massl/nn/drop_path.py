@@ -34,8 +34,11 @@ def replace_drop_paths(model: nn.Module) -> list[KeyedDropPath]:
     return replaced
 
 
-def draw_scales(drop_paths: list[KeyedDropPath], sample_keys: Tensor) -> Tensor:  # [B] -> [num_drop_paths, B]
-    """For each layer and sample: 0 with the layer's drop probability, else 1 / (1 - probability)."""
-    keep = torch.tensor([1.0 - drop_path.drop_probability for drop_path in drop_paths], device=sample_keys.device)[:, None]
-    layers = torch.arange(len(drop_paths), device=sample_keys.device)[:, None]
-    return (keyed_random.uniform("drop path", layers, sample_keys[None, :]) < keep) / keep
+def keep_probabilities(drop_paths: list[KeyedDropPath]) -> Tensor:  # -> [num_drop_paths]
+    return torch.tensor([1.0 - drop_path.drop_probability for drop_path in drop_paths])
+
+
+def draw_scales(keep: Tensor, sample_keys: Tensor) -> Tensor:  # [num_drop_paths], [B] -> [num_drop_paths, B]
+    """For each layer and sample: 0 with the layer's drop probability, else 1 / keep."""
+    layers = torch.arange(len(keep), device=sample_keys.device)[:, None]
+    return (keyed_random.uniform("drop path", layers, sample_keys[None, :]) < keep[:, None]) / keep[:, None]

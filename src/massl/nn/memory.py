@@ -64,16 +64,25 @@ class MemoryBank(nn.Module):
         self.rows.index_copy_(0, slots, kept)
         self.cursor.copy_((self.cursor + num_new) % self.num_rows)
 
-    def random_blocks(self, block_size: int, key: keyed_random.Key) -> Tensor:  # -> [num_rows // block_size, block_size, dim]
+    def random_blocks(
+        self, block_size: int, key: keyed_random.Key, dtype: torch.dtype = torch.float32
+    ) -> Tensor:  # -> [num_rows // block_size, block_size, dim]
         """Disjoint blocks of a permutation of the rows that depends on the key alone; rows that fill no whole block are left out."""
         num_blocks = self._num_blocks(block_size)
-        order = keyed_random.permutation(self.num_rows, key, "memory blocks", device=self.rows.device)
-        return self.rows[order[: num_blocks * block_size]].reshape(num_blocks, block_size, -1)
+        order = keyed_random.permutation(self.num_rows, key, "memory blocks", device=self.rows.device)[: num_blocks * block_size]
+        return self._rows_as(order, dtype).reshape(num_blocks, block_size, -1)
 
-    def storage_blocks(self, block_size: int) -> Tensor:  # -> [num_rows // block_size, block_size, dim]
+    def storage_blocks(self, block_size: int, dtype: torch.dtype = torch.float32) -> Tensor:  # -> [num_rows // block_size, block_size, dim]
         """Contiguous slices of the ring ("blockwise" in the paper's ablation): rows of one batch stay together, and training collapses."""
         num_blocks = self._num_blocks(block_size)
-        return self.rows[: num_blocks * block_size].clone().reshape(num_blocks, block_size, -1)
+        return self.rows[: num_blocks * block_size].to(dtype, copy=True).reshape(num_blocks, block_size, -1)
+
+    def _rows_as(self, order: Tensor, dtype: torch.dtype) -> Tensor:
+        if not self.rows.is_cuda or dtype == self.rows.dtype:
+            return self.rows[order].to(dtype)
+        from massl.ops.memory_kernels import gather_rows_as  # needs Triton, which only platforms with CUDA have
+
+        return gather_rows_as(self.rows, order, dtype)
 
     def _num_blocks(self, block_size: int) -> int:
         if not 0 < block_size <= self.num_rows:

@@ -3,6 +3,7 @@
 import functools
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -30,5 +31,18 @@ def resample_positions(positions: Tensor, new_height: int, new_width: int) -> Te
         raise ValueError(f"{positions.shape[1]} position embeddings form no square grid")
     if (new_height, new_width) == (side, side):
         return positions
-    matrix = _resampling_matrix(side, new_height, new_width).to(device=positions.device, dtype=positions.dtype)
-    return matrix @ positions
+    return _matrix_on(positions.device, positions.dtype, side, new_height, new_width) @ positions
+
+
+@functools.lru_cache(maxsize=64)  # on the device too: a copy from the host cannot be part of a CUDA graph
+def _matrix_on(device: torch.device, dtype: torch.dtype, old_side: int, new_height: int, new_width: int) -> Tensor:
+    return _resampling_matrix(old_side, new_height, new_width).to(device=device, dtype=dtype)
+
+
+def model_positions(model: VisionTransformer, height: int, width: int) -> Tensor | None:  # -> [1, prefix + height * width, D]
+    """The position embeddings a transformer adds to a grid of patches, those of its prefix tokens first; None where it has none."""
+    if model.pos_embed is None:
+        return None
+    num_prefix = 0 if model.no_embed_class else model.num_prefix_tokens
+    resampled = resample_positions(model.pos_embed[:, num_prefix:], height, width)
+    return torch.cat([model.pos_embed[:, :num_prefix], resampled], dim=1)

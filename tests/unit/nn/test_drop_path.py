@@ -2,7 +2,7 @@ import timm.layers
 import torch
 from torch import nn
 
-from massl.nn.drop_path import KeyedDropPath, draw_scales, replace_drop_paths
+from massl.nn.drop_path import KeyedDropPath, draw_scales, keep_probabilities, replace_drop_paths
 
 
 def layers(*drop_probabilities: float) -> list[KeyedDropPath]:
@@ -10,7 +10,7 @@ def layers(*drop_probabilities: float) -> list[KeyedDropPath]:
 
 
 def test_a_branch_is_dropped_as_often_as_its_probability_says_and_keeps_its_expectation() -> None:
-    scales = draw_scales(layers(0.0, 0.1, 0.5), torch.arange(20_000))
+    scales = draw_scales(keep_probabilities(layers(0.0, 0.1, 0.5)), torch.arange(20_000))
     assert scales.shape == (3, 20_000)
     assert (scales[0] == 1.0).all()
     for layer, probability in ((1, 0.1), (2, 0.5)):
@@ -20,16 +20,16 @@ def test_a_branch_is_dropped_as_often_as_its_probability_says_and_keeps_its_expe
 
 
 def test_layers_decide_independently() -> None:
-    dropped = draw_scales(layers(0.5, 0.5), torch.arange(10_000)) == 0.0
+    dropped = draw_scales(keep_probabilities(layers(0.5, 0.5)), torch.arange(10_000)) == 0.0
     assert abs((dropped[0] & dropped[1]).double().mean() - 0.25) < 0.02
 
 
 def test_a_sample_meets_the_same_decisions_at_any_position_of_any_batch() -> None:
     drop_paths, keys = layers(0.3, 0.6), torch.randint(1 << 60, (50,))
-    scales = draw_scales(drop_paths, keys)
+    scales = draw_scales(keep_probabilities(drop_paths), keys)
     order = torch.randperm(50)
-    assert torch.equal(draw_scales(drop_paths, keys[order]), scales[:, order])
-    assert torch.equal(draw_scales(drop_paths, keys[7:8]), scales[:, 7:8])
+    assert torch.equal(draw_scales(keep_probabilities(drop_paths), keys[order]), scales[:, order])
+    assert torch.equal(draw_scales(keep_probabilities(drop_paths), keys[7:8]), scales[:, 7:8])
 
 
 def test_a_branch_is_multiplied_by_the_scale_of_its_sample() -> None:
