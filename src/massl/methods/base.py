@@ -22,14 +22,17 @@ class TeacherSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class StepHyper:
-    """Everything that changes from step to step by schedule."""
+    """Everything that changes from step to step by schedule.
 
-    step: int
+    Numbers, or scalar tensors on the device: a step that is recorded as a CUDA graph reads them anew each time it is replayed.
+    """
+
+    step: int | Tensor
     epoch: int
-    learning_rate: float
-    weight_decay: float
-    momentum: float
-    teacher_temperature: float
+    learning_rate: float | Tensor
+    weight_decay: float | Tensor
+    momentum: float | Tensor
+    teacher_temperature: float | Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +67,13 @@ class Method(nn.Module, ABC):
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Trade time for memory in every backbone that is trained."""
-        for module in self.modules():
-            if isinstance(module, Backbone) and any(parameter.requires_grad for parameter in module.parameters()):
-                module.set_activation_checkpointing(enabled)
+        for backbone in self.backbones():
+            if any(parameter.requires_grad for parameter in backbone.parameters()):
+                backbone.set_activation_checkpointing(enabled)
 
-    def compile_backbones(self) -> None:
-        """Compile every backbone, trained or not."""
-        for module in self.modules():
-            if isinstance(module, Backbone):
-                module.compile_blocks()
+    def backbones(self) -> list[Backbone]:
+        """Every backbone, trained or not."""
+        return [module for module in self.modules() if isinstance(module, Backbone)]
 
     def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:  # [N, D] features of `backbone_to_evaluate`
         """Method-specific numbers that show whether training is alive."""

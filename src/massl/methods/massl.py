@@ -53,15 +53,13 @@ class Encoder(nn.Module):
     def forward(
         self, view_groups: list[Tensor], sample_keys: Tensor | None = None
     ) -> Tensor:  # groups of [V_i, B, 3, H_i, W_i], [sum V_i, B] -> [sum V_i, B, D]
-        """One pass per size of view, then the head once over all."""
-        features, first = [], 0
-        for group in view_groups:
-            num_views, num_images = group.shape[:2]
-            keys = None if sample_keys is None else sample_keys[first : first + num_views].flatten()
-            features.append(self.backbone(group.flatten(0, 1), keys).pooled)
-            first += num_views
-        embeddings: Tensor = self.head(torch.cat(features))
-        return embeddings.reshape(first, num_images, -1)
+        """The backbone over views of all sizes, then the head once over all."""
+        num_views, num_images = sum(group.shape[0] for group in view_groups), view_groups[0].shape[1]
+        features = self.backbone.pooled(
+            [group.flatten(0, 1) for group in view_groups], None if sample_keys is None else sample_keys.flatten()
+        )
+        embeddings: Tensor = self.head(features)
+        return embeddings.reshape(num_views, num_images, -1)
 
 
 class MaSSL(Method):
@@ -85,13 +83,14 @@ class MaSSL(Method):
         with torch.no_grad():
             teacher = self.teacher([views.global_views])
         device_type = student.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else student.dtype
         loss = memory_loss(
             student,
             teacher,
-            self._blocks(hyper.step),
+            self._blocks(hyper.step, dtype),
             student_temperature=self.settings.student_temperature,
             teacher_temperature=hyper.teacher_temperature,
-            operand_dtype=torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None,
+            operand_dtype=dtype,
         )
         return StepOutput(loss=loss, metrics={}, carry={"memory_rows": teacher[_ENQUEUED_VIEW]})
 
@@ -102,26 +101,26 @@ class MaSSL(Method):
     def backbone_to_evaluate(self) -> Backbone:
         return self.teacher.backbone
 
-    def _blocks(self, step: int) -> Tensor:
+    def _blocks(self, step: int | Tensor, dtype: torch.dtype) -> Tensor:
         memory = self.settings.memory
         if not memory.random_blocks:
-            return self.memory.storage_blocks(memory.block_size)
-        return self.memory.random_blocks(memory.block_size, key=(self.seed, step))
+            return self.memory.storage_blocks(memory.block_size, dtype)
+        return self.memory.random_blocks(memory.block_size, (self.seed, step), dtype)
 
     def _drop_path_keys(self, views: ViewBatch, hyper: StepHyper) -> Tensor | None:  # -> [V, B]
         if not (self.has_drop_path and self.training):
             return None
-        view_numbers = torch.arange(views.num_views)[:, None]
+        view_numbers = torch.arange(views.num_views, device=views.image_indices.device)[:, None]
         keys = keyed_random.bits(self.seed, "drop path", hyper.step, views.image_indices[None, :], view_numbers)
         return keys.to(views.global_views.device, non_blocking=True)
 
     @torch.no_grad()
     def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:
         embeddings = self.teacher.head(features)
-        blocks = self._blocks(hyper.step)
+        blocks = self._blocks(hyper.step, torch.float32)
         return {
             "embedding_spread": embedding_spread(embeddings),
-            "teacher_entropy": float(block_entropy(embeddings, blocks, hyper.teacher_temperature)),
+            "teacher_entropy": float(block_entropy(embeddings, blocks, float(hyper.teacher_temperature))),
             "memory_winner_share": winner_share(embeddings, blocks),
         }
 

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 # Logits held at once where no fused kernel applies: 2**26 float32 = 256 MiB.
 _MAX_LOGITS = 1 << 26
 _FLASH_MAX_DIM = 256
+_FLASH_TILE = 128  # queries per thread block of the flash kernel
 
 
 def memory_loss(
@@ -27,7 +28,7 @@ def memory_loss(
     blocks: Tensor,
     *,
     student_temperature: float,
-    teacher_temperature: float,
+    teacher_temperature: float | Tensor,
     operand_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [V, N, D], [T, N, D], [B, N_b, D] -> []
     """Make each student view agree with each *other* teacher view on which memory rows it resembles (Silva et al., 2024).
@@ -37,7 +38,7 @@ def memory_loss(
     L2-normalised; teacher view t is the same crop as student view t. Only the student receives a gradient.
 
     `operand_dtype` is the type of the attention operands (sums are float32); by default that of `student`. In bfloat16 on a GPU the
-    fused attention kernel is used.
+    fused attention kernel is used. The teacher's temperature may be a tensor, so that a CUDA graph can be replayed with another one.
     """
     _check_shapes(student, teacher, blocks, student_temperature, teacher_temperature)
     dtype = operand_dtype or student.dtype
@@ -65,10 +66,7 @@ def attend(queries: Tensor, blocks: Tensor, temperature: float) -> tuple[Tensor,
 
     Mean and logsumexp are float32. A random partition treats all blocks alike, so only these averages enter the loss.
     """
-    outputs, logsumexps = (
-        _fused_attention(queries, blocks, temperature) if _can_fuse(queries) else _plain_attention(queries, blocks, temperature)
-    )
-    return outputs, logsumexps
+    return _attend((queries.float() / temperature).to(queries.dtype), blocks)
 
 
 def block_entropy(queries: Tensor, blocks: Tensor, temperature: float) -> Tensor:  # [R, D], [B, N_b, D] -> []
@@ -85,14 +83,16 @@ class _MemoryLoss(torch.autograd.Function):
         teacher: Tensor,
         blocks: Tensor,
         student_temperature: float,
-        teacher_temperature: float,
+        teacher_temperature: float | Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
         num_views, num_samples, dim = student.shape
         num_teacher_views = teacher.shape[0]
-        blocks = blocks.to(dtype)
-        means, logsumexps = attend(student.reshape(-1, dim).to(dtype), blocks, student_temperature)
-        centres, _ = attend(teacher.reshape(-1, dim).to(dtype), blocks, teacher_temperature)
+        # Temperatures divide the queries, so both networks share one attention call.
+        queries = torch.cat([student.float() / student_temperature, teacher.float() / teacher_temperature]).reshape(-1, dim)
+        outputs, all_logsumexps = _attend(queries.to(dtype), blocks.to(dtype))
+        num_student = num_views * num_samples
+        means, centres, logsumexps = outputs[:num_student], outputs[num_student:], all_logsumexps[:num_student]
 
         # is_pair[v, t]: student view v is compared with teacher view t. A view is never its own target.
         is_pair = torch.ones(num_views, num_teacher_views, device=student.device).fill_diagonal_(0.0)
@@ -115,6 +115,13 @@ class _MemoryLoss(torch.autograd.Function):
         return (gradient * grad_loss).to(gradient.dtype), None, None, None, None, None
 
 
+def _attend(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:  # [R, D], [B, N_b, D] -> [R, D], [R]
+    """`attend` for queries that are divided by their temperature already."""
+    if not _can_fuse(queries):
+        return _plain_attention(queries, blocks)
+    return _flash_attention_on_gpu(queries, blocks) if queries.is_cuda else _flash_attention_on_cpu(queries, blocks)
+
+
 def _can_fuse(queries: Tensor) -> bool:
     if queries.shape[-1] > _FLASH_MAX_DIM or queries.shape[-1] % 8:
         return False
@@ -123,24 +130,46 @@ def _can_fuse(queries: Tensor) -> bool:
     return queries.device.type == "cuda" and queries.dtype in (torch.float16, torch.bfloat16)
 
 
-def _fused_attention(queries: Tensor, blocks: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    num_blocks = blocks.shape[0]
+def _flash_attention_on_cpu(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    num_blocks, rows = len(blocks), blocks[:, None]
     query = queries.expand(num_blocks, 1, *queries.shape)
-    rows = blocks[:, None]
-    if queries.device.type == "cpu":
-        outputs, logsumexps = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, rows, rows, scale=1.0 / temperature)
-    else:
-        outputs, logsumexps = torch.ops.aten._scaled_dot_product_flash_attention(query, rows, rows, scale=1.0 / temperature)[:2]
+    outputs, logsumexps = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, rows, rows, scale=1.0)
     return outputs[:, 0].float().mean(dim=0), logsumexps.reshape(num_blocks, -1).float().mean(dim=0)
 
 
-def _plain_attention(queries: Tensor, blocks: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _flash_attention_on_gpu(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Each block in parts, so that a few hundred queries occupy the whole GPU; the parts are joined by their logsumexps."""
+    from massl.ops.memory_kernels import join_parts  # needs Triton, which only platforms with CUDA have
+
+    num_blocks, block_size, dim = blocks.shape
+    num_parts = _parts_of_block(len(queries), num_blocks, block_size)
+    rows = blocks.reshape(num_blocks * num_parts, 1, block_size // num_parts, dim)
+    query = queries.expand(len(rows), 1, *queries.shape)
+    if torch.cuda.get_device_capability(queries.device)[0] >= 9:
+        # cuDNN's kernel runs at twice the rate of the other one on Hopper (0.10 against 0.22 ms for 896 queries and 65,536 rows).
+        attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+        outputs, logsumexps = attention(query, rows, rows, None, True, scale=1.0)[:2]
+    else:
+        outputs, logsumexps = torch.ops.aten._scaled_dot_product_flash_attention(query, rows, rows, scale=1.0)[:2]
+    return join_parts(outputs[:, 0].contiguous(), logsumexps.reshape(len(rows), -1), num_blocks)
+
+
+def _parts_of_block(num_queries: int, num_blocks: int, block_size: int) -> int:
+    """As many as fill the 132 multiprocessors of an H100 with tiles, but none shorter than 512 rows."""
+    num_tiles = -(-num_queries // _FLASH_TILE) * num_blocks
+    num_parts = 1
+    while num_tiles * num_parts < 132 * 3 // 4 and block_size % (2 * num_parts) == 0 and block_size // (2 * num_parts) >= 512:
+        num_parts *= 2
+    return num_parts
+
+
+def _plain_attention(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
     means = torch.empty(queries.shape, dtype=torch.float32, device=queries.device)
     logsumexps = torch.empty(queries.shape[0], dtype=torch.float32, device=queries.device)
     for rows in _query_chunks(queries.shape[0], blocks.shape[1]):
         mean_of_rows, logsumexp_of_rows = torch.zeros_like(means[rows]), torch.zeros_like(logsumexps[rows])
         for block in blocks:
-            logits = (queries[rows] @ block.T).float() / temperature
+            logits = (queries[rows] @ block.T).float()
             mean_of_rows += torch.softmax(logits, dim=-1).to(block.dtype) @ block
             logsumexp_of_rows += torch.logsumexp(logits, dim=-1)
         means[rows], logsumexps[rows] = mean_of_rows / len(blocks), logsumexp_of_rows / len(blocks)
@@ -153,7 +182,9 @@ def _query_chunks(num_queries: int, block_size: int) -> Iterator[slice]:
         yield slice(start, start + chunk)
 
 
-def _check_shapes(student: Tensor, teacher: Tensor, blocks: Tensor, student_temperature: float, teacher_temperature: float) -> None:
+def _check_shapes(
+    student: Tensor, teacher: Tensor, blocks: Tensor, student_temperature: float, teacher_temperature: float | Tensor
+) -> None:
     if student.dim() != 3 or teacher.dim() != 3 or blocks.dim() != 3:
         raise ValueError(
             "expected student [views, samples, dim], teacher [views, samples, dim] and blocks [blocks, rows, dim]; "
@@ -167,5 +198,6 @@ def _check_shapes(student: Tensor, teacher: Tensor, blocks: Tensor, student_temp
         raise ValueError("one student view and one teacher view form no pair of different views; give at least two student views")
     if 0 in (*student.shape, *teacher.shape, *blocks.shape):
         raise ValueError(f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(blocks.shape)}")
-    if student_temperature <= 0 or teacher_temperature <= 0:
+    # A tensor is not looked at: reading it would wait for the GPU.
+    if student_temperature <= 0 or (not isinstance(teacher_temperature, Tensor) and teacher_temperature <= 0):
         raise ValueError(f"temperatures must be positive; got {student_temperature} and {teacher_temperature}")

@@ -168,11 +168,11 @@ def test_combining_averages_losses_and_metrics_and_joins_what_is_carried() -> No
 
 def test_blocks_are_random_and_new_each_step_or_in_storage_order_when_asked_for() -> None:
     method = tiny_method(seed=2)
-    assert torch.equal(method._blocks(5), method.memory.random_blocks(8, key=(2, 5)))
-    assert not torch.equal(method._blocks(6), method._blocks(5))
+    assert torch.equal(method._blocks(5, torch.float32), method.memory.random_blocks(8, key=(2, 5)))
+    assert not torch.equal(method._blocks(6, torch.float32), method._blocks(5, torch.float32))
     blockwise = tiny_method(random_blocks=False)
-    assert torch.equal(blockwise._blocks(5), blockwise.memory.rows.reshape(3, 8, 8))
-    assert torch.equal(blockwise._blocks(6), blockwise._blocks(5))
+    assert torch.equal(blockwise._blocks(5, torch.float32), blockwise.memory.rows.reshape(3, 8, 8))
+    assert torch.equal(blockwise._blocks(6, torch.float32), blockwise._blocks(5, torch.float32))
     assert blockwise(views(), HYPER).loss.item() != tiny_method()(views(), HYPER).loss.item()
 
 
@@ -200,7 +200,9 @@ def test_health_describes_the_teachers_embeddings() -> None:
     health = method.health(features, HYPER)
     assert health.keys() == {"embedding_spread", "teacher_entropy", "memory_winner_share"}
     embeddings = method.teacher.head(features).detach()
-    shares = (torch.einsum("nd,bkd->bnk", embeddings, method._blocks(HYPER.step)) / HYPER.teacher_temperature).softmax(dim=-1)
+    shares = (torch.einsum("nd,bkd->bnk", embeddings, method._blocks(HYPER.step, torch.float32)) / HYPER.teacher_temperature).softmax(
+        dim=-1
+    )
     assert health["teacher_entropy"] == pytest.approx(-(shares * shares.log()).sum(dim=-1).mean().item(), rel=1e-4)
     assert health["embedding_spread"] == pytest.approx(math.sqrt(1 - embeddings.mean(dim=0).square().sum().item()), rel=1e-4)
 
