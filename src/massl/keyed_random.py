@@ -11,6 +11,7 @@ multipliers are below 2**31, so every product fits a signed 64-bit integer and t
 import math
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -58,36 +59,62 @@ def _flatten(key: Sequence[Key]) -> Iterator[int | Tensor]:
             yield from _flatten(part)
 
 
-def _lanes(key: Sequence[Key], device: torch.device | str | None) -> tuple[Tensor, Tensor]:
-    """Two 32-bit words per key. Parts before the first tensor are mixed as Python integers: no tensor operations for them."""
+def _mixed_prefix(key: Sequence[Key]) -> tuple[int, int, list[int | Tensor]]:
+    """The parts before the first tensor, mixed as Python integers: no tensor operations for them; and the parts that are left."""
     parts = list(_flatten(key))
     if not parts:
         raise ValueError("a key needs at least one part")
     num_plain = next((position for position, part in enumerate(parts) if isinstance(part, Tensor)), len(parts))
-    plain_first, plain_second = _FIRST_LANE_START, _SECOND_LANE_START
+    first, second = _FIRST_LANE_START, _SECOND_LANE_START
     for part in parts[:num_plain]:
         assert isinstance(part, int)
-        plain_first, plain_second = _absorb(plain_first, plain_second, part)
+        first, second = _absorb(first, second, part)
+    return first, second, parts[num_plain:]
+
+
+def _lanes(plain_first: int, plain_second: int, parts: list[int | Tensor], device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+    """Two 32-bit words per key."""
     if device is None:
         device = next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
     first = torch.full((), plain_first, dtype=torch.int64, device=device)
     second = torch.full((), plain_second, dtype=torch.int64, device=device)
-    for part in parts[num_plain:]:
+    for part in parts:
         words = part.to(device) if isinstance(part, Tensor) else torch.full((), part, dtype=torch.int64, device=device)
         first, second = _absorb(first, second, words)
     return _mix32(first ^ second), _mix32((first + second * 3) & _MASK32)
 
 
+def _fits_kernel(parts: list[int | Tensor], device: torch.device | str | None) -> bool:
+    """At most three tensors of at most three axes, all on the one GPU where the result is wanted, no two integers in a row."""
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if not 1 <= len(tensors) <= 3 or any(tensor.dim() > 3 for tensor in tensors):
+        return False
+    wanted = tensors[0].device if device is None else torch.device(device)
+    if wanted.type != "cuda" or any(tensor.device != wanted for tensor in tensors):
+        return False
+    return not any(isinstance(part, int) and isinstance(following, int) for part, following in pairwise(parts))
+
+
 def bits(*key: Key, device: torch.device | str | None = None) -> Tensor:
     """62 random bits per key, as int64 >= 0."""
-    first, second = _lanes(key, device)
+    prefix = _mixed_prefix(key)
+    if _fits_kernel(prefix[2], device):
+        from massl import keyed_random_kernel  # here: Triton comes with PyTorch for GPUs only
+
+        return keyed_random_kernel.draw(*prefix, as_uniform=False)
+    first, second = _lanes(*prefix, device)
     return ((first & 0x7FFFFFFF) << 31) | (second & 0x7FFFFFFF)
 
 
 def uniform(*key: Key, low: float = 0.0, high: float = 1.0, device: torch.device | str | None = None) -> Tensor:
     """Float32 numbers from low to high, one per key; by default in [0, 1), with 24 random bits, so exact on every device."""
-    first, _ = _lanes(key, device)
-    unit = (first >> 8).to(torch.float32) * 2.0**-24
+    prefix = _mixed_prefix(key)
+    if _fits_kernel(prefix[2], device):
+        from massl import keyed_random_kernel  # here: Triton comes with PyTorch for GPUs only
+
+        unit = keyed_random_kernel.draw(*prefix, as_uniform=True)
+    else:
+        unit = (_lanes(*prefix, device)[0] >> 8).to(torch.float32) * 2.0**-24
     return unit if (low, high) == (0.0, 1.0) else low + unit * (high - low)
 
 
@@ -98,7 +125,7 @@ def integers(*key: Key, upper: int | Tensor, device: torch.device | str | None =
 
 def normal(*key: Key, device: torch.device | str | None = None) -> Tensor:
     """Float32 standard normal numbers, one per key (Box and Muller, 1958)."""
-    first, second = _lanes(key, device)
+    first, second = _lanes(*_mixed_prefix(key), device)
     radius = torch.sqrt(-2.0 * torch.log(((first >> 8) + 1).to(torch.float32) * 2.0**-24))
     return radius * torch.cos((2.0 * math.pi * 2.0**-24) * (second >> 8).to(torch.float32))
 

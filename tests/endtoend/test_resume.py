@@ -75,7 +75,7 @@ def _lines(run: Path) -> list[str]:
     "hooks",
     [
         pytest.param({"kill_at_call": ["os:fsync", 1, "after"]}, id="while the recipe is written"),
-        pytest.param({"kill_at_call": ["massl.training.step:clip_each_gradient", 3, "after"]}, id="before the first checkpoint"),
+        pytest.param({"kill_at_call": ["massl.training.optimizer:clip_each_gradient", 3, "after"]}, id="before the first checkpoint"),
         pytest.param({"kill_in_half_a_checkpoint": [1]}, id="while the first checkpoint is written"),
         pytest.param({"kill_in_half_a_checkpoint": [3]}, id="while a checkpoint is written"),
         pytest.param({"kill_at_call": ["massl.training.checkpoint:CheckpointStore.save", 6, "after"]}, id="before the last backbone"),

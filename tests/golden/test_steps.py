@@ -16,7 +16,7 @@ from massl.methods.massl import MaSSL, MaSSLSettings
 from massl.nn.backbone import BackboneSettings
 from massl.nn.heads import HeadSettings
 from massl.nn.memory import MemoryBank, MemorySettings
-from massl.training import step as step_module
+from massl.training import optimizer as optimizer_module
 from massl.training.optimizer import OptimizerSettings, build_optimizer, clip_each_gradient
 from massl.training.schedules import Schedules
 from massl.training.step import TrainingStep
@@ -107,7 +107,7 @@ def replay(num_parts: int) -> Replay:
     record = Replay(method=method, losses=[], hypers=[], gradients=[], clipped=[])
     names = {parameter: name.replace("backbone.model.", "backbone.") for name, parameter in method.student.named_parameters()}
 
-    def recorded_blocks(memory: MemoryBank, block_size: int, key: tuple[int, int]) -> Tensor:
+    def recorded_blocks(memory: MemoryBank, block_size: int, key: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return memory.rows[GOLDEN[f"step{key[1]}/permutation"]].reshape(-1, block_size, memory.rows.shape[1])
 
     def clip(parameters: Any, max_norm: float) -> None:
@@ -121,14 +121,13 @@ def replay(num_parts: int) -> Replay:
         method=method,
         parallel=method,
         optimizer=build_optimizer(method, schedules.optimizer),
-        clip_norm=schedules.optimizer.clip_norm,
         bf16=False,
         device=torch.device("cpu"),
     )
     part_size = SETTINGS["batch_size"] // num_parts
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryBank, "random_blocks", recorded_blocks)
-        patch.setattr(step_module, "clip_each_gradient", clip)
+        patch.setattr(optimizer_module, "clip_each_gradient", clip)
         for step in range(len(STEPS)):
             hyper = schedules.at(step)
             parts = (recorded_views(step, slice(part * part_size, (part + 1) * part_size)) for part in range(num_parts))

@@ -11,6 +11,8 @@ from rich.console import Console
 from massl import distributed
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import RecipeError, merge, validate
+from massl.data.cache import ImageCache
+from massl.data.gpu_decode import jpeg_decoder
 from massl.data.loader import Loader
 from massl.data.order import EpochOrder
 from massl.data.sources import open_source
@@ -21,7 +23,7 @@ from massl.training.metrics_log import read_metrics
 from massl.training.probes import Probe
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
-from massl.training.trainer import FitResult, Trainer
+from massl.training.trainer import FitResult, Kernels, Trainer
 
 METHODS = {"massl": MaSSL}
 
@@ -105,23 +107,35 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
     method = METHODS[recipe.method.name](recipe.method, recipe.backbone, seed=seed)
     _check_view_sizes(recipe, method.backbone_to_evaluate())
     local_size, first = batch_size // distributed.world_size(), distributed.rank() * (batch_size // distributed.world_size())
+    cache = ImageCache(max_gib=recipe.data.cache_gib) if recipe.data.cache_gib > 0 else None
     loader = Loader(
         source,
         order_at=lambda step: order.at(step)[first : first + local_size],
         seed=seed,
         num_workers=recipe.data.num_workers,
         max_side=recipe.data.max_side,
+        device=device,
+        batch_decoder=jpeg_decoder(recipe.data.decoder, device),
+        cache=cache,
         on_skip=on_skip,
+        on_note=warn,
     )
     probe = None
     if recipe.probes.every_epochs > 0:
         probe = Probe(
-            recipe.probes, data=recipe.data, views=recipe.views, training_source=source, seed=seed, device=device, on_skip=on_skip
+            recipe.probes,
+            data=recipe.data,
+            views=recipe.views,
+            training_source=source,
+            seed=seed,
+            device=device,
+            cache=cache,
+            on_skip=on_skip,
         )
     trainer = Trainer(
         recipe.trainer, method=method, loader=loader, views=recipe.views, schedules=schedules, probe=probe, folder=folder, device=device
     )
-    _announce(recipe, schedules, len(source), device, console)
+    _announce(recipe, schedules, len(source), device, trainer.kernels, console)
     for caution in method.cautions(len(source), batch_size):
         warn(caution)
     if distributed.is_main():
@@ -143,7 +157,9 @@ def _check_view_sizes(recipe: PretrainRecipe, backbone: Backbone) -> None:
             raise RecipeError(f"{recipe.backbone.name} cannot take views.{key} {size}: {error}") from None
 
 
-def _announce(recipe: PretrainRecipe, schedules: Schedules, num_images: int, device: torch.device, console: Console) -> None:
+def _announce(
+    recipe: PretrainRecipe, schedules: Schedules, num_images: int, device: torch.device, kernels: Kernels, console: Console
+) -> None:
     """Derived values, said once: nothing hides behind a default."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     views = recipe.views
@@ -152,7 +168,8 @@ def _announce(recipe: PretrainRecipe, schedules: Schedules, num_images: int, dev
         f"{schedules.num_steps:,} steps\n"
         f"{recipe.backbone.name}, {views.num_global} x {views.global_size} px + {views.num_local} x {views.local_size} px views, "
         f"batch {recipe.trainer.batch_size}, peak learning rate {recipe.optimizer.peak_learning_rate(recipe.trainer.batch_size):.3g}, "
-        f"{recipe.trainer.precision}, {distributed.world_size()} x {name}",
+        f"{recipe.trainer.precision}, {distributed.world_size()} x {name}\n"
+        f"kernels: {kernels.networks}; CUDA graph: {'yes' if kernels.cuda_graph else 'no'}",
         markup=False,
         emoji=False,
         soft_wrap=True,

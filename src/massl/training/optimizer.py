@@ -1,11 +1,12 @@
 """AdamW with the method's parameter groups, and the gradient clip that goes with it."""
 
-from collections.abc import Iterable
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from massl.config import Settings
@@ -29,21 +30,102 @@ class OptimizerSettings(Settings):
         return self.learning_rate * batch_size / 256.0
 
 
-def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> AdamW:
+class DecayedAdamW(AdamW):
+    """AdamW (Loshchilov and Hutter, 2019) on gradients clipped tensor by tensor; its decay is a step of its own.
+
+    Inside torch's fused step the decay is a plain number, which a CUDA graph would keep for ever; as a factor on the weights it may be a
+    tensor. On a GPU clip, decay and update are one kernel, and the gradients keep their length. The state is torch's in either case, so a
+    checkpoint of one continues on the other. `set_hyper` must be called before each step.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], clip_norm: float, capturable: bool) -> None:
+        super().__init__(groups, lr=0.0, betas=betas, eps=1e-8, weight_decay=0.0, fused=True, capturable=capturable)
+        self._clip_norm = clip_norm
+
+    def set_hyper(self, hyper: StepHyper) -> None:
+        self._hyper = hyper
+        for group in self.param_groups:
+            group["lr"] = hyper.learning_rate
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in parameters]
+        averages = [self.state[parameter][name] for parameter in parameters if self.state[parameter] for name in ("exp_avg", "exp_avg_sq")]
+        if _fits_kernel([*parameters, *gradients, *averages]):
+            self._step_by_kernel(parameters, gradients)
+            return
+        clip_each_gradient(parameters, self._clip_norm)
+        shrink = 1.0 - self._hyper.learning_rate * self._hyper.weight_decay
+        for group in self.param_groups:
+            decayed = [parameter for parameter in group["params"] if parameter.grad is not None and group["decays"]]
+            if decayed:
+                torch._foreach_mul_(decayed, shrink.float() if isinstance(shrink, Tensor) else shrink)
+        super().step(closure)
+
+    def _step_by_kernel(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        from massl.ops.update_kernels import clipped_adamw_  # needs Triton, which only platforms with CUDA have
+
+        states = [self._state_of(parameter) for parameter in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1.0)
+        group = self.param_groups[0]  # what is read from it is the same for all
+        clipped_adamw_(
+            parameters,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            steps,
+            torch.stack(torch._foreach_norm(gradients)) if self._clip_norm > 0.0 else None,
+            [group["decays"] for group in self.param_groups for parameter in group["params"] if parameter.grad is not None],
+            learning_rate=self._hyper.learning_rate,
+            weight_decay=self._hyper.weight_decay,
+            betas=group["betas"],
+            epsilon=group["eps"],
+            max_norm=self._clip_norm,
+        )
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """As torch makes it at the first step."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        return state
+
+    def portable_state(self) -> dict[str, Any]:
+        """`state_dict` without what belongs to this device and this step."""
+        state = self.state_dict()
+        own = ("lr", "capturable")
+        groups = [{key: value for key, value in group.items() if key not in own} for group in state["param_groups"]]
+        return {"state": state["state"], "param_groups": groups}
+
+    def load_portable_state(self, state: dict[str, Any]) -> None:
+        present = self.state_dict()["param_groups"]
+        groups = [{**now, **saved} for now, saved in zip(present, state["param_groups"], strict=True)]
+        # A copy: torch keeps the very tensors it is given, and each step would then change them for whoever else holds them.
+        self.load_state_dict({"state": deepcopy(state["state"]), "param_groups": groups})
+
+
+def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> DecayedAdamW:
     """Weight decay on every tensor with two or more axes (cls_token and pos_embed too), none on biases and norms."""
     decayed: list[nn.Parameter] = []
     not_decayed: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             (not_decayed if parameter.dim() <= 1 or name.endswith(".bias") else decayed).append(parameter)
-    groups = [{"params": decayed, "decays": True}, {"params": not_decayed, "weight_decay": 0.0, "decays": False}]
-    return AdamW(groups, lr=0.0, betas=settings.betas, eps=1e-8, fused=True)
+    groups = [{"params": decayed, "decays": True}, {"params": not_decayed, "decays": False}]
+    on_gpu = any(parameter.is_cuda for parameter in decayed)
+    return DecayedAdamW(groups, betas=settings.betas, clip_norm=settings.clip_norm, capturable=on_gpu)
 
 
-def set_hyper(optimizer: AdamW, hyper: StepHyper) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = hyper.learning_rate
-        group["weight_decay"] = hyper.weight_decay if group["decays"] else 0.0
+def _fits_kernel(tensors: Sequence[Tensor]) -> bool:
+    """Contiguous float32 on one GPU."""
+    return (
+        len(tensors) > 0
+        and tensors[0].is_cuda
+        and all(tensor.device == tensors[0].device and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+    )
 
 
 @torch.no_grad()

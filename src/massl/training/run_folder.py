@@ -16,11 +16,14 @@ from massl.training.checkpoint import write_atomically
 MAY_CHANGE = frozenset(
     {
         "data.num_workers",
+        "data.decoder",
+        "data.cache_gib",
         "trainer.max_steps",
         "trainer.device",
         "trainer.accumulation_steps",
         "trainer.activation_checkpointing",
-        "trainer.compile",
+        "trainer.kernels",
+        "trainer.cuda_graph",
         "trainer.checkpoint_every_steps",
         "trainer.keep_checkpoints",
         "trainer.milestone_every_epochs",

@@ -13,6 +13,7 @@ from massl.data.loader import ImageBatch, Loader
 from massl.data.views import ViewBatch, ViewSettings, make_views
 from massl.methods.base import Method, StepHyper, StepOutput
 from massl.training.checkpoint import CheckpointStore
+from massl.training.graphed_step import GraphedStep
 from massl.training.loss_watch import LossWatch, NonFiniteLoss
 from massl.training.metrics_log import MetricsLog
 from massl.training.optimizer import build_optimizer
@@ -37,8 +38,13 @@ class TrainerSettings(Settings):
     accumulation_steps: int = Field(default=1, gt=0, description="split each batch into this many parts to save memory; same result")
     precision: Literal["fp32", "bf16"] = Field(default="bf16", description="arithmetic of the networks; weights are float32 either way")
     activation_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass to save memory")
-    compile: bool = Field(
-        default=False, description="compile the networks with torch.compile: a minute at the start, faster steps on a GPU"
+    kernels: Literal["fused", "compiled", "plain"] = Field(
+        default="fused",
+        description="fused: hand-written kernels for plain ViTs in bf16 on a GPU, plain elsewhere; compiled: torch.compile, which takes "
+        "minutes at the start; plain: as timm computes",
+    )
+    cuda_graph: bool = Field(
+        default=True, description="record the step once and replay it, which frees it from Python's pace; one process on a GPU only"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one")
     log_every_steps: int = Field(default=50, gt=0, description="steps between rows of metrics.jsonl")
@@ -52,6 +58,28 @@ class FitResult:
     step: int  # updates done
     finished: bool  # False: stopped by a signal, the same command continues
     signal_number: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """What computes the steps of a run."""
+
+    networks: str  # in words, with the reason where it is not what was asked for
+    cuda_graph: bool
+
+
+def choose_kernels(method: Method, settings: TrainerSettings, device: torch.device) -> Kernels:
+    """Prepare the backbones as the settings ask, as far as this device and these networks allow."""
+    networks: str = settings.kernels
+    if settings.kernels == "compiled":
+        for backbone in method.backbones():
+            backbone.compile_blocks()
+    elif settings.kernels == "fused":
+        reasons = {backbone.use_fused_kernels() for backbone in method.backbones()}
+        if device.type != "cuda" or settings.precision != "bf16":
+            reasons = {"they need a GPU and bf16"}
+        networks = "fused" if reasons == {None} else f"plain ({'; '.join(sorted(reason for reason in reasons if reason))})"
+    return Kernels(networks=networks, cuda_graph=settings.cuda_graph and device.type == "cuda" and distributed.world_size() == 1)
 
 
 class Trainer:
@@ -79,17 +107,17 @@ class Trainer:
         self.loader, self.probe = loader, probe
         self.method = method.to(device).train()
         self.method.set_activation_checkpointing(settings.activation_checkpointing)
-        if settings.compile:
-            self.method.compile_backbones()
+        self.kernels = choose_kernels(self.method, settings, device)
         self.optimizer = build_optimizer(self.method, schedules.optimizer)
-        self.step = TrainingStep(
+        step = TrainingStep(
             method=self.method,
             parallel=distributed.data_parallel(self.method, device),
             optimizer=self.optimizer,
-            clip_norm=schedules.optimizer.clip_norm,
             bf16=settings.precision == "bf16",
             device=device,
         )
+        self.step = GraphedStep(step) if self.kernels.cuda_graph else step
+        self._view_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.store = CheckpointStore(folder.checkpoints, settings.keep_checkpoints)
         self.watch = LossWatch(device)
         self.end_step = schedules.num_steps if settings.max_steps is None else min(settings.max_steps, schedules.num_steps)
@@ -141,12 +169,25 @@ class Trainer:
         part_size = len(images.indices) // num_parts
         parts = (self._views(images.slice(start, start + part_size), hyper) for start in range(0, len(images.indices), part_size))
         output = self.step(parts, hyper, num_parts=num_parts)
-        self.watch.push(hyper.step, output.loss, images.indices)
+        self.watch.push(int(hyper.step), output.loss, images.indices)
         return output
 
     def _views(self, images: ImageBatch, hyper: StepHyper) -> ViewBatch:
+        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
+        if self._view_stream is None:
+            return self._make_views(images, hyper, dtype)
+        # On a stream of their own: the host is a step ahead, so these views are made while the GPU still trains on the last ones.
+        with torch.cuda.stream(self._view_stream):
+            views = self._make_views(images, hyper, dtype)
+        current = torch.cuda.current_stream(self.device)
+        current.wait_stream(self._view_stream)
+        for group in views.groups():
+            group.record_stream(current)
+        return views
+
+    def _make_views(self, images: ImageBatch, hyper: StepHyper, dtype: torch.dtype) -> ViewBatch:
         on_device = images.to(self.device)
-        return make_views(on_device.pixels, images.sizes, images.indices, self.views, seed=self.settings.seed, epoch=hyper.epoch)
+        return make_views(on_device.images, images.indices, self.views, seed=self.settings.seed, epoch=hyper.epoch, dtype=dtype)
 
     def _is_probe_step(self, done: int) -> bool:
         if self.probe is None:
@@ -186,10 +227,10 @@ class Trainer:
             "step": done,
             "epoch": done // self.schedules.steps_per_epoch,
             "loss": float(distributed.mean_over_ranks(output.loss.detach())),
-            "lr": hyper.learning_rate,
-            "weight_decay": hyper.weight_decay,
-            "momentum": hyper.momentum,
-            "teacher_temperature": hyper.teacher_temperature,
+            "lr": float(hyper.learning_rate),
+            "weight_decay": float(hyper.weight_decay),
+            "momentum": float(hyper.momentum),
+            "teacher_temperature": float(hyper.teacher_temperature),
             "images_per_second": round(images_per_second, 1),
             **{name: float(distributed.mean_over_ranks(value)) for name, value in output.metrics.items()},
         }
@@ -221,7 +262,7 @@ class Trainer:
                 "step": done,
                 "recipe_fingerprint": self.folder.fingerprint,
                 "method": self.method.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
+                "optimizer": self.optimizer.portable_state(),
             }
             backbone = self.method.backbone_to_evaluate()
             content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=self.views.mean, std=self.views.std)
@@ -244,7 +285,7 @@ class Trainer:
         if state["recipe_fingerprint"] != self.folder.fingerprint:
             raise RecipeError(f"the checkpoint in {self.folder.path} belongs to another recipe; choose another --output")
         self.method.load_state_dict(state["method"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_portable_state(state["optimizer"])
         step = int(state["step"])
         if step < self.end_step:
             display.say(f"continuing at step {step} of {self.end_step}")

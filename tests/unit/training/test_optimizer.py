@@ -4,7 +4,7 @@ from torch import nn
 
 from massl.methods.base import StepHyper
 from massl.nn.backbone import BackboneSettings, build_backbone
-from massl.training.optimizer import OptimizerSettings, build_optimizer, clip_each_gradient, set_hyper
+from massl.training.optimizer import OptimizerSettings, build_optimizer, clip_each_gradient
 
 HYPER = StepHyper(step=0, epoch=0, learning_rate=0.5, weight_decay=0.1, momentum=0.9, teacher_temperature=0.07)
 
@@ -44,17 +44,80 @@ def test_the_optimizer_is_adamw_with_the_settings_given() -> None:
     assert all((group["betas"], group["eps"]) == ((0.8, 0.95), 1e-8) for group in optimizer.param_groups)
 
 
-def test_the_values_of_a_step_reach_both_groups_but_the_decay_only_one() -> None:
+def test_the_learning_rate_of_a_step_reaches_both_groups() -> None:
     optimizer = build_optimizer(nn.Linear(2, 2), OptimizerSettings())
-    set_hyper(optimizer, HYPER)
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.1), (0.5, 0.0)]
+    optimizer.set_hyper(HYPER)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+
+
+def test_a_step_is_that_of_torchs_own_decoupled_weight_decay() -> None:
+    torch.manual_seed(0)
+    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = build_optimizer(ours, OptimizerSettings(clip_norm=0.0))
+    truth = torch.optim.AdamW([{"params": [theirs.weight], "weight_decay": 0.1}, {"params": [theirs.bias], "weight_decay": 0.0}], lr=0.5)
+    for _ in range(3):
+        images = torch.randn(4, 3)
+        for module in (ours, theirs):
+            module.zero_grad()
+            module(images).square().sum().backward()
+        optimizer.set_hyper(HYPER)
+        optimizer.step()
+        truth.step()
+    torch.testing.assert_close(ours.weight, theirs.weight)
+    torch.testing.assert_close(ours.bias, theirs.bias)
+
+
+def test_a_step_clips_each_gradient_before_it_is_averaged() -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = build_optimizer(layer, OptimizerSettings(clip_norm=3.0, betas=(0.5, 0.5)))
+    layer.weight.grad, layer.bias.grad = torch.tensor([[30.0, 40.0]]), torch.tensor([0.5])
+    optimizer.set_hyper(HYPER)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state[layer.weight]["exp_avg"], 0.5 * torch.tensor([[1.8, 2.4]]))
+    assert optimizer.state[layer.bias]["exp_avg"].item() == 0.25
+
+
+def test_a_loaded_state_is_not_changed_by_the_steps_that_follow() -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = build_optimizer(layer, OptimizerSettings())
+    for _ in range(2):
+        layer(torch.ones(1, 2)).sum().backward()
+        optimizer.set_hyper(HYPER)
+        optimizer.step()
+        stored = optimizer.portable_state()
+        optimizer.load_portable_state(stored)
+    assert [int(state["step"]) for state in stored["state"].values()] == [2, 2]
+    optimizer.step()
+    assert [int(state["step"]) for state in stored["state"].values()] == [2, 2]
+
+
+def test_the_stored_state_is_free_of_learning_rate_and_device_and_continues_the_same() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    optimizer = build_optimizer(layer, OptimizerSettings())
+    layer(torch.randn(4, 3)).sum().backward()
+    optimizer.set_hyper(HYPER)
+    optimizer.step()
+    stored = optimizer.portable_state()
+    assert all("lr" not in group and "capturable" not in group for group in stored["param_groups"])
+    other = nn.Linear(3, 2)
+    other.load_state_dict(layer.state_dict())
+    continued = build_optimizer(other, OptimizerSettings())
+    continued.load_portable_state(stored)
+    for module, its_optimizer in ((layer, optimizer), (other, continued)):
+        module.zero_grad()
+        module(torch.ones(1, 3)).sum().backward()
+        its_optimizer.set_hyper(HYPER)
+        its_optimizer.step()
+    assert torch.equal(layer.weight, other.weight)
 
 
 def test_with_a_gradient_of_zero_only_decayed_parameters_shrink() -> None:
     layer = nn.Linear(2, 2)
     weight, bias = layer.weight.detach().clone(), layer.bias.detach().clone()
     optimizer = build_optimizer(layer, OptimizerSettings())
-    set_hyper(optimizer, HYPER)
+    optimizer.set_hyper(HYPER)
     (0.0 * layer(torch.ones(1, 2)).sum()).backward()
     optimizer.step()
     torch.testing.assert_close(layer.weight.detach(), (1 - 0.5 * 0.1) * weight)

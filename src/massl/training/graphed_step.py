@@ -1,0 +1,144 @@
+"""The training step as CUDA graphs: recorded once, then started with one call instead of two thousand launches.
+
+A launch costs the host about 7 microseconds, so a step of small kernels is paced by Python, not by the GPU. A graph replays the same
+kernels on the same addresses; what changes from step to step (views, schedule values) is written there first.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from massl.data.views import ViewBatch
+from massl.methods.base import StepHyper, StepOutput
+from massl.training.step import TrainingStep
+
+# Ordinary steps first: they choose algorithms, compile kernels and create the optimiser's state, none of which a graph may do.
+_NUM_ORDINARY_STEPS = 3
+_DTYPES = {"step": torch.int64, "learning_rate": torch.float32}  # torch's fused AdamW reads a float32 rate; the others are exact
+
+
+class HyperOnDevice:
+    """The schedule values of a step as scalar tensors at fixed addresses."""
+
+    def __init__(self, device: torch.device) -> None:
+        names = [field.name for field in fields(StepHyper) if field.name != "epoch"]
+        self._tensors = {name: torch.zeros((), dtype=_DTYPES.get(name, torch.float64), device=device) for name in names}
+        self.hyper = StepHyper(epoch=0, **self._tensors)
+
+    def set(self, hyper: StepHyper) -> StepHyper:
+        for name, tensor in self._tensors.items():
+            tensor.fill_(getattr(hyper, name))  # the value travels as an argument of the launch: nothing to copy, nothing to wait for
+        return replace(self.hyper, epoch=hyper.epoch)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """Views that a graph reads, and what it leaves behind: overwritten by every replay."""
+
+    graph: torch.cuda.CUDAGraph
+    output: StepOutput
+
+
+class GraphedStep:
+    """A TrainingStep on one GPU: ordinary for the first steps, recorded at the next, replayed ever after. The results are the same."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._step = step
+        self._hyper = HyperOnDevice(step.device)
+        # One stream for ordinary steps and recording: gradients remember theirs.
+        self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
+        self._num_done = 0
+        self._views: ViewBatch | None = None
+        self._parts: list[_Recording] = []  # of the first part of a batch, and of any further one, which adds to its gradients
+        self._update: _Recording | None = None
+        self._outputs: list[StepOutput] = []  # of each part, kept for the update when there are several
+
+    def __call__(self, parts: Iterable[ViewBatch], hyper: StepHyper, *, num_parts: int) -> StepOutput:
+        on_device = self._hyper.set(hyper)
+        self._num_done += 1
+        if self._num_done <= _NUM_ORDINARY_STEPS:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                output = self._step((self._staged(views) for views in parts), on_device, num_parts=num_parts)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            return output
+        for part, views in enumerate(parts):
+            self._stage(views)
+            if len(self._parts) <= min(part, 1):
+                self._record_part(on_device, num_parts)
+            recording = self._parts[min(part, 1)]
+            recording.graph.replay()
+            if num_parts > 1:
+                self._keep(part, recording.output)
+        if self._update is None:
+            self._record_update(self._outputs if num_parts > 1 else [self._parts[0].output], on_device)
+        assert self._update is not None
+        self._update.graph.replay()
+        return self._update.output
+
+    def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
+        return self._step.forward(views, hyper)
+
+    def _staged(self, views: ViewBatch) -> ViewBatch:
+        self._stage(views)
+        assert self._views is not None
+        return self._views
+
+    def _stage(self, views: ViewBatch) -> None:
+        """Write views where the graph reads them; the numbers of the images too, for they key its random choices."""
+        if self._views is None:
+            empty = {field.name: _empty_on(self._step.device, getattr(views, field.name)) for field in fields(views)}
+            self._views = ViewBatch(**empty)  # type: ignore[arg-type]
+        for field in fields(views):
+            source, target = getattr(views, field.name), getattr(self._views, field.name)
+            if source is not None:
+                target.copy_(source.pin_memory() if source.device.type == "cpu" else source, non_blocking=True)
+
+    def _record_part(self, hyper: StepHyper, num_parts: int) -> None:
+        assert self._views is not None
+        graph = torch.cuda.CUDAGraph()
+        with self._recording(graph):
+            output = self._step.forward_backward(self._views, hyper, num_parts=num_parts, is_last=True)
+        self._parts.append(_Recording(graph, _detached(output)))
+
+    def _record_update(self, outputs: Sequence[StepOutput], hyper: StepHyper) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with self._recording(graph):
+            output = self._step.update(outputs, hyper)
+        self._update = _Recording(graph, output)
+
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
+        pool = self._parts[0].graph.pool() if self._parts else None
+        # thread_local: the loader's threads go on allocating and copying, which the default forbids to every thread.
+        return torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
+
+    def _keep(self, part: int, output: StepOutput) -> None:
+        if len(self._outputs) <= part:
+            self._outputs.append(_map(output, torch.clone))
+        kept = self._outputs[part]
+        for target, source in zip(_tensors(kept), _tensors(output), strict=True):
+            target.copy_(source)
+
+
+def _empty_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else torch.empty_like(tensor, device=device)
+
+
+def _tensors(output: StepOutput) -> list[Tensor]:
+    return [output.loss, *output.metrics.values(), *output.carry.values()]
+
+
+def _map(output: StepOutput, operation: object) -> StepOutput:
+    assert callable(operation)
+    return StepOutput(
+        loss=operation(output.loss),
+        metrics={name: operation(value) for name, value in output.metrics.items()},
+        carry={name: operation(value) for name, value in output.carry.items()},
+    )
+
+
+def _detached(output: StepOutput) -> StepOutput:
+    """Without the autograd graph, which would keep all activations alive."""
+    return _map(output, torch.Tensor.detach)
