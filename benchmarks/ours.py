@@ -1,0 +1,196 @@
+"""The only file of the benchmarks that calls massl: when the library's interface moves, these few lines follow."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from shapes import ViewShapes
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from massl.data.gpu_decode import jpeg_decoder
+from massl.data.loader import ImageBatch, Loader
+from massl.data.order import EpochOrder
+from massl.data.sources import open_source
+from massl.data.views import ViewBatch, ViewSettings
+from massl.methods.massl import MaSSL, MaSSLSettings
+from massl.nn.backbone import BackboneSettings
+from massl.nn.memory import MemoryBank, MemorySettings
+from massl.ops.memory_attention import memory_loss
+from massl.ops.neighbours import cosine_topk
+from massl.training.environment import describe_environment
+from massl.training.optimizer import OptimizerSettings
+from massl.training.run_folder import RunFolder
+from massl.training.schedules import Schedules
+from massl.training.trainer import Trainer, TrainerSettings
+
+KERNELS = ("fused", "compiled", "plain")  # trainer.kernels
+STUDENT_TEMPERATURE, TEACHER_TEMPERATURE = 0.1, 0.07
+_SEED = 0
+_MAX_IMAGE_SIDE = 1024  # pixels, the recipes' default
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """What is trained in a benchmark."""
+
+    model: str  # a timm name
+    batch_size: int
+    views: ViewShapes
+    num_rows: int  # K
+    block_size: int  # N_b
+    drop_path: float
+    kernels: str  # one of KERNELS
+    graph: bool
+    device: torch.device
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} N={self.batch_size} {self.kernels}{' graph' if self.graph else ''}"
+
+
+class Training:
+    """A real trainer whose steps are asked for one by one; its own loop, with logs, probes and checkpoints, does not run."""
+
+    def __init__(self, spec: StepSpec) -> None:
+        shapes = spec.views
+        local_size = {"local_size": shapes.local_size} if shapes.num_local else {}
+        views = ViewSettings(num_global=shapes.num_global, global_size=shapes.global_size, num_local=shapes.num_local, **local_size)
+        settings = TrainerSettings.model_validate(
+            {
+                "batch_size": spec.batch_size,
+                "precision": "bf16" if spec.device.type == "cuda" else "fp32",
+                "kernels": spec.kernels,
+                "cuda_graph": spec.graph,
+            }
+        )
+        method = MaSSL(
+            MaSSLSettings(memory=MemorySettings(num_rows=spec.num_rows, block_size=spec.block_size)),
+            BackboneSettings(name=spec.model, drop_path_rate=spec.drop_path),
+            seed=_SEED,
+        )
+        # So long that no schedule ends: rates and temperatures are those of an early step of a real run.
+        self._schedules = Schedules(
+            optimizer=OptimizerSettings(),
+            teacher=method.settings.teacher,
+            batch_size=spec.batch_size,
+            epochs=settings.epochs,
+            steps_per_epoch=10_000,
+        )
+        self._trainer = Trainer(
+            settings,
+            method=method,
+            loader=_NO_LOADER,
+            views=views,
+            schedules=self._schedules,
+            probe=None,
+            folder=RunFolder(Path(os.devnull), settings),  # nothing is written
+            device=spec.device,
+        )
+
+    @property
+    def networks(self) -> str:
+        """What computes the networks, with the reason where it is not what was asked for."""
+        return self._trainer.kernels.networks
+
+    @property
+    def is_graph(self) -> bool:
+        return self._trainer.kernels.cuda_graph
+
+    def on_views(self, views: ViewBatch, number: int) -> None:
+        """One whole update from views that exist already."""
+        self._trainer.step(iter([views]), self._schedules.at(number), num_parts=1)
+
+    def on_images(self, images: ImageBatch, number: int) -> None:
+        """One whole update from decoded images, exactly as the trainer's loop makes it."""
+        self._trainer._update(images, self._schedules.at(number))
+
+    def views_of(self, images: ImageBatch, number: int) -> ViewBatch:
+        """The views that `on_images` would train on."""
+        return self._trainer._views(images, self._schedules.at(number))
+
+
+_NO_LOADER: Any = None  # only the trainer's own loop asks its loader
+
+
+def synthetic_views(spec: StepSpec) -> ViewBatch:
+    """Random normal pixels, as normalised views have; zeros would let the card clock higher. Their type is that of the trainer's views."""
+    generator = torch.Generator(spec.device).manual_seed(_SEED)
+    dtype = torch.bfloat16 if spec.device.type == "cuda" else torch.float32
+
+    def pixels(num_views: int, size: int) -> Tensor:
+        return torch.randn(num_views, spec.batch_size, 3, size, size, device=spec.device, generator=generator).to(dtype)
+
+    return ViewBatch(
+        global_views=pixels(spec.views.num_global, spec.views.global_size),
+        local_views=pixels(spec.views.num_local, spec.views.local_size) if spec.views.num_local else None,
+        image_indices=torch.arange(spec.batch_size),
+    )
+
+
+def memory_loss_step(student: Tensor, teacher: Tensor, *, num_rows: int, block_size: int) -> Callable[[int], object]:
+    """Blocks from the memory, loss and its gradient, as the method asks for them; inputs [V, N, D] and [T, N, D]."""
+    with torch.device(student.device):  # its first rows are drawn there: a million of them are 2 GiB of keys
+        memory = MemoryBank(num_rows, student.shape[-1], seed=_SEED)
+    dtype = torch.bfloat16 if student.device.type == "cuda" else torch.float32
+
+    def step(number: int) -> None:
+        loss = memory_loss(
+            student,
+            teacher,
+            memory.random_blocks(block_size, (_SEED, number), dtype),
+            student_temperature=STUDENT_TEMPERATURE,
+            teacher_temperature=TEACHER_TEMPERATURE,
+            operand_dtype=dtype,
+        )
+        torch.autograd.grad(loss, student)
+
+    return step
+
+
+def unit_rows(*shape: int, device: torch.device, seed: int) -> Tensor:
+    return normalize(torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(seed)), dim=-1)
+
+
+def nearest(queries: Tensor, database: Tensor, num_neighbours: int) -> tuple[Tensor, Tensor]:  # [Q, D], [M, D] -> [Q, k], [Q, k]
+    return cosine_topk(queries, database, num_neighbours=num_neighbours)
+
+
+DECODERS: tuple[Literal["cpu", "gpu"], ...] = ("cpu", "gpu")  # data.decoder
+OpenLoader = AbstractContextManager[Callable[[int], ImageBatch]]
+
+
+@contextmanager
+def open_loader(
+    folder: Path, *, batch_size: int, num_workers: int, decoder: Literal["cpu", "gpu"], device: torch.device
+) -> Iterator[Callable[[int], ImageBatch]]:
+    """at(step): the decoded images of a step, the next steps being read ahead."""
+    source = open_source(folder)
+
+    def refuse(message: str) -> None:
+        raise SystemExit(f"an image cannot be read: {message}")
+
+    loader = Loader(
+        source,
+        order_at=EpochOrder(len(source), batch_size, _SEED).at,
+        seed=_SEED,
+        num_workers=num_workers,
+        max_side=_MAX_IMAGE_SIDE,
+        device=device if device.type == "cuda" else None,
+        batch_decoder=jpeg_decoder(decoder, device),
+        on_skip=refuse,
+    )
+    try:
+        yield loader.at
+    finally:
+        loader.close()
+
+
+def environment(device: torch.device) -> dict[str, object]:
+    """Card, versions and commit."""
+    found = describe_environment(device)
+    return {"device": found["device"], "torch": torch.__version__, "python": found["python"], "massl commit": found["massl_commit"]}

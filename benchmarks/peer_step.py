@@ -1,0 +1,200 @@
+"""Training steps of a peer's own code, imported from its checkout; `peers.py` starts this once per case.
+
+    python benchmarks/peer_step.py massl --checkout PATH --model vit_small --batch 128
+
+Nothing of a peer is copied or changed. Its own `train_one_epoch` runs, with its own modules, on a loader of ours that hands out the same
+synthetic views again and again and marks the time whenever the next batch is asked for. So everything it does in a step is in the time: the
+host's waiting for the loss and for each gradient norm, the all-reduce of a group of one, `torch.cuda.synchronize()`, its printing every few
+steps. Settings are those of the peers' published commands, with the sizes of the comparison. Two things are left out, in the peer's
+favour: histograms for TensorBoard every 50 steps (MaSSL), and the first epoch's frozen last layer is over (DINO), as in 99 of 100.
+"""
+
+import argparse
+import contextlib
+import importlib
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from arguments import PAPER_BLOCK, PAPER_ROWS, PAPER_VIEWS, add_repetition_arguments, views_argument
+from measure import StepWatch, benchmark_device, emit
+from shapes import parse_views
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+from torch.nn.parallel import DistributedDataParallel
+
+_PATCH_SIZE, _CLIP_NORM = 16, 3.0
+
+
+class SyntheticLoader:
+    """A data loader to the peer, a stopwatch to us."""
+
+    def __init__(self, views: list[Tensor], watch: StepWatch, *, num_warmup: int, num_timed: int) -> None:
+        self._views, self._watch = views, watch
+        self._num_warmup, self._num_steps = num_warmup, num_warmup + num_timed
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[tuple[list[Tensor], None]]:
+        for step in range(self._num_steps):
+            if step == self._num_warmup:
+                self._watch.end_warmup()
+            if step >= self._num_warmup:
+                self._watch.mark()
+            yield list(self._views), None
+        self._watch.mark()
+
+
+def train_massl(program: ModuleType, chosen: argparse.Namespace, loader: SyntheticLoader) -> None:
+    """Built as the authors' `train_massl` builds it for `--arch vit_... --use_bn_in_head false --optimizer adamw`."""
+    utils = program.utils
+    settings = SimpleNamespace(
+        ncrops=parse_views(chosen.views).num_views,
+        out_dim=chosen.rows,
+        partition_size=chosen.block,
+        student_temp=0.1,
+        koleo_loss_weight=0.0,
+        clip_grad=_CLIP_NORM,
+        print_freq=50,
+    )
+
+    def network(drop_path_rate: float) -> nn.Module:
+        backbone = getattr(program.models, chosen.model)(patch_size=_PATCH_SIZE, drop_path_rate=drop_path_rate, return_all_tokens=False)
+        head = program.ProjectionHead(in_dim=backbone.embed_dim, use_bn=False, bottleneck_dim=256)
+        wrapped: nn.Module = utils.MultiCropWrapper(backbone, head)
+        return wrapped.cuda()
+
+    student, teacher = pair(network(chosen.drop_path), network(0.0))
+    memory_bank = program.MemoryBank(settings.ncrops, settings.out_dim, 256).cuda()
+    optimizer = torch.optim.AdamW(utils.get_params_groups(student))
+    program.train_one_epoch(
+        student,
+        teacher,
+        teacher,
+        program.Criterion(),
+        loader,
+        optimizer,
+        constant(5e-4 * chosen.batch / 256.0),  # learning rate
+        constant(0.04),  # weight decay
+        constant(0.992),  # momentum of the teacher
+        constant(0.04),  # temperature of the teacher
+        constant(0.0),  # weight of the KoLeo loss
+        0,  # epoch
+        torch.cuda.amp.GradScaler(),
+        program.RandomPartition(settings).cuda(),
+        memory_bank,
+        None,  # no TensorBoard writer
+        settings,
+    )
+
+
+def train_dino(program: ModuleType, chosen: argparse.Namespace, loader: SyntheticLoader) -> None:
+    """Built as the authors' `train_dino` builds it by default, with as many prototypes as the memory has rows."""
+    utils = program.utils
+    if benchmark_device().type == "cpu":
+        # Called once after the last step, it puts its sums on the GPU.
+        utils.MetricLogger.synchronize_between_processes = lambda _: None
+    settings = SimpleNamespace(epochs=100, clip_grad=_CLIP_NORM, freeze_last_layer=1)
+
+    def network(drop_path_rate: float) -> nn.Module:
+        backbone = getattr(program.vits, chosen.model)(patch_size=_PATCH_SIZE, drop_path_rate=drop_path_rate)
+        wrapped: nn.Module = utils.MultiCropWrapper(backbone, program.DINOHead(backbone.embed_dim, chosen.rows, use_bn=False))
+        return wrapped.cuda()
+
+    student, teacher = pair(network(chosen.drop_path), network(0.0))
+    num_views = parse_views(chosen.views).num_views
+    loss = program.DINOLoss(chosen.rows, num_views, 0.04, 0.04, 0, settings.epochs).cuda()
+    optimizer = torch.optim.AdamW(utils.get_params_groups(student))
+    program.train_one_epoch(
+        student,
+        teacher,
+        teacher,
+        loss,
+        loader,
+        optimizer,
+        constant(5e-4 * chosen.batch / 256.0),  # learning rate
+        constant(0.04),  # weight decay
+        constant(0.996),  # momentum of the teacher
+        1,  # epoch: the last layer trains
+        torch.cuda.amp.GradScaler(),
+        settings,
+    )
+
+
+PEERS: dict[str, tuple[str, Callable[[ModuleType, argparse.Namespace, SyntheticLoader], None]]] = {
+    "massl": ("main_massl", train_massl),
+    "dino": ("main_dino", train_dino),
+}
+
+
+def pair(student: nn.Module, teacher: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The student wrapped for one process, the teacher with its weights and without gradients."""
+    on_gpu = benchmark_device().type == "cuda"
+    parallel = DistributedDataParallel(student, device_ids=[torch.cuda.current_device()] if on_gpu else None)
+    teacher.load_state_dict(student.state_dict())
+    return parallel, teacher.requires_grad_(False)
+
+
+def constant(value: float) -> Mapping[int, float]:
+    """A schedule: step -> the same value."""
+    return defaultdict(lambda: value)
+
+
+def pretend_the_cpu_is_a_gpu() -> None:
+    """Peers call .cuda() and torch.cuda.synchronize() throughout: without a GPU these do nothing, so that their steps can be tried."""
+
+    def stay(thing: Any, *_: object, **__: object) -> Any:
+        return thing
+
+    torch.Tensor.cuda = stay  # type: ignore[method-assign, assignment]
+    nn.Module.cuda = stay  # type: ignore[method-assign, assignment]
+    torch.cuda.synchronize = lambda *_: None
+
+
+def import_from(checkout: Path, module: str) -> ModuleType:
+    """The peer's program. Its folder comes first: it has modules with names as common as `utils` and `head`."""
+    sys.path.insert(0, str(checkout))
+    sys.dont_write_bytecode = True  # leaves the checkout as it is
+    return importlib.import_module(module)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Training steps of a peer's own code.")
+    parser.add_argument("peer", choices=list(PEERS))
+    parser.add_argument("--checkout", required=True, type=Path, help="folder of the peer's repository")
+    parser.add_argument("--model", required=True, help="the peer's name of the network, e.g. vit_small")
+    parser.add_argument("--batch", required=True, type=int)
+    parser.add_argument("--views", default=PAPER_VIEWS, type=views_argument)
+    parser.add_argument("--rows", default=PAPER_ROWS, type=int, help="rows of the memory (massl), prototypes (dino)")
+    parser.add_argument("--block", default=PAPER_BLOCK, type=int, help="rows per block (massl)")
+    parser.add_argument("--drop-path", default=0.1, type=float)
+    add_repetition_arguments(parser, num_warmup=5, num_timed=15)
+    chosen = parser.parse_args(arguments)
+    device = benchmark_device()
+    module, train = PEERS[chosen.peer]
+    warnings.simplefilter("ignore")  # old names of torch and timm
+    torch.backends.cudnn.benchmark = True  # as both peers set it
+    torch.manual_seed(0)
+    if device.type == "cpu":
+        pretend_the_cpu_is_a_gpu()
+    store = TCPStore("127.0.0.1", 0, world_size=1, is_master=True)  # port 0: any free one
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
+    shapes = parse_views(chosen.views)
+    sizes = [shapes.global_size] * shapes.num_global + [shapes.local_size] * shapes.num_local
+    views = [torch.randn(chosen.batch, 3, size, size, device=device) for size in sizes]
+    watch = StepWatch(device)
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+        train(import_from(chosen.checkout, module), chosen, SyntheticLoader(views, watch, num_warmup=chosen.warmup, num_timed=chosen.timed))
+    dist.destroy_process_group()
+    emit(watch.timing().case(f"{chosen.model} N={chosen.batch} {chosen.peer}", num_images=chosen.batch, steady_memory=True))
+
+
+if __name__ == "__main__":
+    main()

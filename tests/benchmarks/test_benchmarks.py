@@ -1,0 +1,156 @@
+"""The benchmark programs run, at sizes that measure nothing, and print what they promise."""
+
+import importlib
+import json
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from massl.ops.memory_attention import memory_loss_reference
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+PROGRAMS = ("knn", "loading", "loss", "peers", "shapes", "step")
+REQUIRED = {"case", "images_per_second", "peak_gib", "milliseconds"}
+TINY_TRAINING = ["--model", "vit_tiny_patch16_224", "--views", "2x32+2x16", "--rows", "64", "--block", "16"]
+TINY_TRAINING += ["--kernels", "plain", "--warmup", "1", "--timed", "2"]
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[dict[str, ModuleType]]:
+    """Imported as they find each other when run: with their folder on the path. Their short names leave with it."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(FOLDER))
+    yield {name: importlib.import_module(name) for name in PROGRAMS}
+    sys.path.remove(str(FOLDER))
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(FOLDER)):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(2):
+        pixels = np.random.default_rng(number).integers(0, 256, (50 + number, 60, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    return folder
+
+
+def printed_cases(capsys: pytest.CaptureFixture[str]) -> list[dict[str, float | str | None]]:
+    cases = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for case in cases:
+        assert case.keys() >= REQUIRED
+        assert case["images_per_second"] > 0
+        assert case["milliseconds"] > 0
+    return cases
+
+
+def test_step_prints_one_case_per_batch_size(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    programs["step"].main([*TINY_TRAINING, "--batch", "2", "4"])
+    cases = printed_cases(capsys)
+    assert [case["case"] for case in cases] == ["vit_tiny_patch16_224 N=2 plain", "vit_tiny_patch16_224 N=4 plain"]
+    assert all(case["percent_of_matrix_rate"] > case["percent_of_matrix_rate_needed"] > 0 for case in cases)
+
+
+def test_loss_compares_both_formulations(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--batch 2 --rows 64 --massl-rows 128 --block 16 --num-views 3 --dim 16 --warmup 1 --timed 2"
+    programs["loss"].main(sizes.split())
+    names = [case["case"] for case in printed_cases(capsys)]
+    assert names == ["loss published N=2 K=64", "loss massl N=2 K=64", "loss massl N=2 K=128"]
+
+
+def test_published_formulation_is_the_loss_that_massl_computes(programs: dict[str, ModuleType]) -> None:
+    ours = programs["loss"].ours
+    student, teacher = (ours.unit_rows(num_views, 5, 8, device=torch.device("cpu"), seed=num_views) for num_views in (3, 2))
+    memory = ours.unit_rows(24, 8, device=torch.device("cpu"), seed=0)
+    published = programs["loss"].published_loss(student, teacher, memory.T, block_size=24)  # one block: its order plays no part
+    temperatures = {"student_temperature": ours.STUDENT_TEMPERATURE, "teacher_temperature": ours.TEACHER_TEMPERATURE}
+    torch.testing.assert_close(published, memory_loss_reference(student, teacher, memory[None], **temperatures))
+
+
+def test_knn_checks_what_it_measures(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    programs["knn"].main(["--queries", "20", "--rows", "300", "--dim", "16", "--neighbours", "5", "--repetitions", "1"])
+    (case,) = printed_cases(capsys)
+    assert case["recall"] == 1.0
+
+
+def test_knn_refuses_wrong_neighbours(programs: dict[str, ModuleType]) -> None:
+    rows = programs["loss"].ours.unit_rows(50, 16, device=torch.device("cpu"), seed=0)
+    truth = rows[:4] @ rows.T
+    near, far = torch.topk(truth, 5), torch.topk(truth, 5, largest=False)
+    programs["knn"].check(rows[:4], rows, near.values, near.indices)
+    for similarities, neighbours in [(near.values, far.indices), (far.values, far.indices), (near.values + 0.01, near.indices)]:
+        with pytest.raises(SystemExit, match="wrong neighbours"):
+            programs["knn"].check(rows[:4], rows, similarities, neighbours)
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_loading_measures_four_parts_and_their_ratio(
+    programs: dict[str, ModuleType], photos: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = photos
+    if kind == "tar":
+        images = tmp_path / "photos.tar"
+        with tarfile.open(images, "w") as archive:
+            archive.add(photos, "photos")
+    programs["loading"].main([*TINY_TRAINING, "--images", str(images), "--files", "6", "--batch", "3", "--workers", "1"])
+    cases = printed_cases(capsys)
+    assert [str(case["case"])[0] for case in cases] == ["1", "2", "3", "4"]
+    assert cases[3]["share_of_compute_only"] == pytest.approx(cases[3]["images_per_second"] / cases[2]["images_per_second"], rel=0.01)
+
+
+def test_loading_says_when_there_are_no_images(programs: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        programs["loading"].main(["--images", str(tmp_path)])
+    assert "holds no JPEG files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no peer given"),
+        (["--massl", "nowhere"], "nowhere holds no main_massl.py"),
+        (["--dino", "nowhere"], "nowhere holds no main_dino.py"),
+        (["--massl", "nowhere", "--cases", "vit_huge:64"], "is no MODEL:BATCH"),
+        (["--massl", "nowhere", "--views", "many"], "names no views"),
+    ],
+)
+def test_peers_explains_wrong_arguments(
+    programs: dict[str, ModuleType], arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        programs["peers"].main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "gflop"),
+    [("vit_small_patch16_224", 121.0), ("vit_base_patch16_224", 467.0)],
+)
+def test_arithmetic_of_a_step_is_that_of_the_papers_setting(programs: dict[str, ModuleType], model: str, gflop: float) -> None:
+    shapes = programs["shapes"]
+    network, views = shapes.transformer_shape(model), shapes.parse_views("2x224+10x96")
+    student_tokens = 2 * network.num_tokens(224) + 10 * network.num_tokens(96)
+    assert (student_tokens, 2 * network.num_tokens(224)) == (764, 394)
+    counted = shapes.step_flop_per_image(network, views) / 1e9
+    assert counted == pytest.approx(gflop, rel=0.005)
+    needed = shapes.step_flop_per_image(network, views, class_token_only_at_the_end=True) / 1e9
+    assert 0.90 < needed / counted < 0.95  # one block in twelve, less its keys and values
+
+
+def test_arithmetic_by_hand_for_the_smallest_network(programs: dict[str, ModuleType]) -> None:
+    shapes = programs["shapes"]
+    network = shapes.TransformerShape(dim=2, depth=1, hidden_dim=3, patch_size=1)
+    # 2 tokens. Four projections 2*2*2*2 each = 64, MLP 2*(2*2*2*3) = 48, similarities and weighted values 2*2*2*2 each = 32.
+    assert shapes.forward_flop(network, 2) == 144.0
+    # One query: 2 projections of 2 tokens = 32 and 2 of one = 16, MLP 24, attention 16.
+    assert shapes.forward_flop(network, 2, class_token_only_at_the_end=True) == 88.0
+    views = shapes.parse_views("2x1")
+    assert shapes.step_flop_per_image(network, views) == (3 * 2 + 2) * 144.0
