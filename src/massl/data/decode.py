@@ -6,10 +6,13 @@ threads: an image of 500 x 375 pixels holds the interpreter lock for 15 us with 
 and `tobytes` all hold it. At 3,000 images/s that is 5 % of the lock against 75 %.
 """
 
+import contextlib
+import importlib.util
 import io
 import warnings
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -84,13 +87,27 @@ def _fast_jpeg_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
     The operator rather than `torchvision.io.decode_jpeg` around it, which since 0.29 raises a deprecation warning at every image.
     """
     try:
-        import torchvision.io  # noqa: F401  # here: a second of import time, which only JPEGs pay
-
+        _register_decode_jpeg()
         decode_jpeg: Callable[[Tensor, int, bool], Tensor] = torch.ops.image.decode_jpeg
         agrees = all(torch.equal(decode_jpeg(as_tensor(data), _RGB_MODE, False), _decode_with_pillow(data, 64)) for data in _trial_jpegs())
     except (ImportError, OSError, AttributeError, RuntimeError):
         return None
     return decode_jpeg if agrees else None
+
+
+def _register_decode_jpeg() -> None:
+    """Load torchvision's library of image operators alone: 2 ms, while importing torchvision takes 1.5 s, which each worker process would
+    pay. Where the library lies elsewhere torchvision is imported after all.
+    """
+    package = importlib.util.find_spec("torchvision")
+    folders = (package.submodule_search_locations if package is not None else None) or ()
+    for library in (library for folder in folders for library in Path(folder).glob("image*.so")):
+        with contextlib.suppress(OSError):
+            torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+    try:
+        _ = torch.ops.image.decode_jpeg
+    except AttributeError:
+        import torchvision.io  # noqa: F401
 
 
 def _trial_jpegs() -> list[bytes]:

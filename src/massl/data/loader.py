@@ -1,15 +1,16 @@
-"""Batches of decoded images, read ahead by threads and delivered where they are used.
+"""Batches of decoded images, read ahead by threads or processes and delivered where they are used.
 
-Threads rather than processes: decoders and numpy release the interpreter lock while they work, so nothing is pickled or forked. A batch is
-a pure function of the step, so neither the number of workers, the cache nor a restart changes it.
+Threads come first: decoders and numpy release the interpreter lock while they work, and nothing has to be started or copied. What is left
+of the lock binds them at some 8 busy cores; beyond that processes decode photographs faster. A batch is a pure function of the step, so
+neither the kind and number of workers, the cache nor a restart changes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from massl.data.cache import ImageCache
 from massl.data.decode import UnreadableImage
 from massl.data.gpu_decode import JpegDecoder
 from massl.data.packing import pack, pack_equal, side_stream
-from massl.data.reading import ImageReader, ReadabilityRecord, Reading, Tried, label_number
+from massl.data.reading import ImageReader, ReadabilityRecord, Reading, ReadResult, Tried, label_number
 from massl.data.sources.base import DataError, ImageSource
+from massl.data.worker_processes import WorkerProcesses
 from massl.ops.image_ops import RaggedImages
 
 CHUNK_SIZE = 8  # images per task of a worker: 32-px PNGs come 1.4 to 2.4 times as fast as one by one, large JPEGs alike
@@ -99,6 +101,7 @@ class Loader:
         order_at: Callable[[int], Tensor],
         seed: int,
         num_workers: int,
+        worker_kind: Literal["threads", "processes"] = "threads",
         max_side: int,
         prefetch_steps: int = 2,
         device: torch.device | None = None,
@@ -119,7 +122,15 @@ class Loader:
         self._record = ReadabilityRecord(source, on_skip)
         self._pin = torch.cuda.is_available() and (device is None or device.type == "cuda")
         self._pending: dict[int, Future[tuple[ImageBatch | None, Tried]]] = {}
-        self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="massl-decode") if num_workers > 0 else None
+        self._num_workers = num_workers
+        self._threads, self._processes = None, None
+        if num_workers > 0 and worker_kind == "processes" and source.pixels is None:  # arrays are here: there is nothing to decode
+            assert batch_decoder is None
+            self._processes = WorkerProcesses(
+                source, num_workers=num_workers, chunk_size=CHUNK_SIZE, seed=seed, max_side=max_side, cache=cache
+            )
+        elif num_workers > 0:
+            self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="massl-decode")
         # Pinning from a new thread would open a context on GPU 0 in every process, so those threads take over this thread's GPU.
         take_over_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if self._pin else None
         # Batches wait for the workers in threads of their own: waiting inside the workers' pool could fill it with waiters.
@@ -127,7 +138,7 @@ class Loader:
 
     def at(self, step: int) -> ImageBatch:
         """The batch of a step, the same whenever and however often it is asked for."""
-        batch, tried = self._make(step) if self._workers is None else self._prefetched(step)
+        batch, tried = self._make(step) if self._num_workers == 0 else self._prefetched(step)
         self._record.add(tried)
         if batch is None:
             raise self._record.error()
@@ -164,23 +175,34 @@ class Loader:
             batch = _cut_out(self._source, indices, max_side=self._max_side, device=self._device, pin=self._pin)
             if batch is not None:
                 return batch, {}
-            results = _in_order(self._reader.read_or_replace, numbers, self._workers)
-            if self._batch_decoder is not None:
-                results = self._reader.decode_files(numbers, results)
-            readings = [reading for reading, _ in results if reading is not None]
-            if len(readings) == len(numbers):
-                batch = _batch_of(readings, indices, device=self._device, pin=self._pin)
+            with self._reading(numbers) as results:
+                readings = [reading for reading, _ in results if reading is not None]
+                if len(readings) == len(numbers):
+                    batch = _batch_of(readings, indices, device=self._device, pin=self._pin)
         return batch, {index: reason for _, tried in results for index, reason in tried.items()}
+
+    @contextmanager
+    def _reading(self, numbers: list[int]) -> Iterator[list[ReadResult]]:
+        """The images, whoever reads them; to be copied inside the `with`."""
+        if self._processes is not None:
+            with self._processes.reading(numbers) as results:
+                yield results
+            return
+        results = _in_order(self._reader.read_or_replace, numbers, self._threads)
+        yield results if self._batch_decoder is None else self._reader.decode_files(numbers, results)
 
     def image_keys(self, indices: Tensor) -> list[str]:
         return [self._source.key_of(index) for index in indices.tolist()]
 
     def close(self) -> None:
-        """Stop all threads; batches under way are given up."""
+        """Stop all threads and processes; batches under way are given up."""
         self._assemblers.shutdown(wait=False, cancel_futures=True)
-        if self._workers is not None:
-            self._workers.shutdown(cancel_futures=True)
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        if self._processes is not None:
+            self._processes.close()
         self._assemblers.shutdown()
+        self._pending.clear()  # batches, and errors whose tracebacks hold images in shared memory
 
 
 def read_images(source: ImageSource, indices: Tensor, *, num_workers: int, max_side: int) -> ImageBatch:

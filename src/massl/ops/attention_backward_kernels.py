@@ -145,8 +145,9 @@ def _backward_tiled_kernel(
 
 
 @triton.jit
-def _backward_half(q, grad_out, delta, lse, grad_q, k, v, scale, PRECISION: tl.constexpr):
+def _backward_half(q, grad_out, delta, lse, grad_q, k, v, key_ok, scale, PRECISION: tl.constexpr):
     weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E) - lse[:, None])
+    weights = tl.where(key_ok[None, :], weights, 0.0)  # a key beyond the end has logit 0, which may be far above all others
     grad_v = tl.dot(tl.trans(weights.to(q.dtype)), grad_out, input_precision=PRECISION)
     grad_weights = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
     grad_logits = (weights * (grad_weights - delta[:, None])).to(q.dtype)
@@ -189,8 +190,8 @@ def _backward_halves_kernel(
         ok = keys < LENGTH
         k = load_rows(qkv_ptr, start + keys, ok, 3 * width, width + column, D, BLOCK_D)
         v = load_rows(qkv_ptr, start + keys, ok, 3 * width, 2 * width + column, D, BLOCK_D)
-        grad_q0, grad_k0, grad_v0 = _backward_half(q0, g0, delta0, lse0, grad_q0, k, v, scale, PRECISION)
-        grad_q1, grad_k1, grad_v1 = _backward_half(q1, g1, delta1, lse1, grad_q1, k, v, scale, PRECISION)
+        grad_q0, grad_k0, grad_v0 = _backward_half(q0, g0, delta0, lse0, grad_q0, k, v, ok, scale, PRECISION)
+        grad_q1, grad_k1, grad_v1 = _backward_half(q1, g1, delta1, lse1, grad_q1, k, v, ok, scale, PRECISION)
         grad_k = tl.where(ok[:, None], (grad_k0 + grad_k1) * scale, 0.0)
         grad_v = tl.where(ok[:, None], grad_v0 + grad_v1, 0.0)
         store_rows(grad_qkv_ptr, grad_k, start + keys, ok, 3 * width, width + column, D, BLOCK_D)

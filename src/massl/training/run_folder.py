@@ -16,6 +16,7 @@ from massl.training.checkpoint import write_atomically
 MAY_CHANGE = frozenset(
     {
         "data.num_workers",
+        "data.worker_kind",
         "data.decoder",
         "data.cache_gib",
         "trainer.max_steps",

@@ -12,3 +12,8 @@ def test_every_setting_describes_itself() -> None:
 def test_impossible_values_are_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(RecipeError, match=key):
         validate(DataSettings, {key: value}, origin="test")
+
+
+def test_processes_and_the_gpu_decoder_exclude_each_other() -> None:
+    with pytest.raises(RecipeError, match=r"choose one \(threads serve the GPU decoder, they only read files\)"):
+        validate(DataSettings, {"worker_kind": "processes", "decoder": "gpu"}, origin="test")

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from massl.config import RecipeError
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
+from massl.nn.plain_transformer import class_token_of_last_block, has_plain_attention
 
 TINY = BackboneSettings(
     name="vit_tiny_patch16_224", image_size=32, patch_size=8, timm_options={"embed_dim": 24, "depth": 3, "num_heads": 2}
@@ -167,3 +168,80 @@ def test_activation_checkpointing_keeps_fewer_tensors_for_the_backward_pass() ->
             backbone(images(2, 3, 32, 32))
         num_saved.append(len(saved))
     assert num_saved[1] < num_saved[0]
+
+
+SMALL: dict[str, int | float | bool | str] = {"embed_dim": 24, "depth": 2, "num_heads": 2}
+NETWORKS = {
+    "class token": TINY,
+    "layer scale and registers": BackboneSettings(name="vit_small_patch14_reg4_dinov2", image_size=28, timm_options=SMALL),
+    "norms of queries and keys": TINY.model_copy(update={"timm_options": {**SMALL, "qk_norm": True}}),
+    "no bias of queries, keys and values": TINY.model_copy(update={"timm_options": {**SMALL, "qkv_bias": False}}),
+    "mean of patches": BackboneSettings(name="vit_little_patch16_reg4_gap_256", image_size=32, timm_options=SMALL),
+    "no transformer": BackboneSettings(name="resnet18"),
+}
+
+
+def shaken(backbone: Backbone) -> Backbone:
+    """As after some training: biases, norms and layer scales are not what they start as."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(backbone.parameters()):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)))
+    return backbone
+
+
+def relative_errors(ours: list[Tensor], truth: list[Tensor]) -> list[float]:
+    """Against the typical size of a gradient too: that of a key's bias is 0 but for rounding."""
+    return [float((a - b).norm() / (b.norm() + 1e-3 * b.numel() ** 0.5)) for a, b in zip(ours, truth, strict=True)]
+
+
+@pytest.mark.parametrize("with_keys", [True, False])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_pooled_features_of_views_of_several_sizes_are_those_of_the_forward_pass_gradients_too(network: str, with_keys: bool) -> None:
+    backbone = shaken(build_backbone(NETWORKS[network], seed=0, drop_path_rate=0.5)).train()
+    if network == "no transformer":
+        backbone.eval()  # batch norm of so few images would blow up rounding; its stochastic depth is switched by the keys alone
+    groups = [images(2, 3, 32, 32), images(3, 3, 40, 64), images(2, 3, 33, 47)]
+    keys = torch.arange(7) if with_keys else None
+    key_groups = torch.split(keys, [2, 3, 2]) if keys is not None else [None] * 3
+    expected = torch.cat([backbone(group, part).pooled for group, part in zip(groups, key_groups, strict=True)])
+    ours = backbone.pooled(groups, keys)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6 * float(expected.detach().abs().max()) + 1e-6)
+    weights, parameters = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)), list(backbone.parameters())
+    gradients, truth = (list(torch.autograd.grad((features * weights).sum(), parameters)) for features in (ours, expected))
+    assert max(relative_errors(gradients, truth)) < 1e-5
+    if with_keys:
+        assert not torch.allclose(backbone.pooled(groups), ours, atol=1e-3)  # the keys did something
+
+
+@pytest.mark.parametrize("network", ["class token", "layer scale and registers", "no bias of queries, keys and values"])
+def test_the_class_token_alone_comes_out_of_the_last_block_as_it_does_with_all_others(network: str) -> None:
+    backbone = shaken(build_backbone(NETWORKS[network], seed=0, drop_path_rate=0.5))
+    block = backbone.model.blocks[-1]
+    assert has_plain_attention(block)
+    backbone._set_scales(block, torch.tensor([[1.0, 0.0, 2.0]]).expand(len(backbone._drop_paths), -1))
+    tokens, weights = images(3, 7, 24).requires_grad_(), torch.randn(3, 1, 24, generator=torch.Generator().manual_seed(1))
+    ours, expected = class_token_of_last_block(block, tokens), block(tokens)[:, :1]
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=2e-6)
+    inputs = [tokens, *block.parameters()]
+    gradients, truth = (list(torch.autograd.grad((first * weights).sum(), inputs)) for first in (ours, expected))
+    assert max(relative_errors(gradients, truth)) < 1e-5
+
+
+def test_the_shortcut_to_the_class_token_is_taken_where_attention_is_plain_and_only_there() -> None:
+    """Otherwise the tests above would compare the whole block with itself."""
+    for network, is_taken in [("class token", True), ("norms of queries and keys", False), ("mean of patches", False)]:
+        backbone = build_backbone(NETWORKS[network], seed=0)
+        calls: list[int] = []
+        backbone._class_token_of_last_block = lambda block, tokens, calls=calls: calls.append(0) or class_token_of_last_block(block, tokens)
+        backbone.pooled([images(2, 3, 32, 32)])
+        assert bool(calls) == is_taken, network
+
+
+def test_activation_checkpointing_leaves_pooled_features_and_gradients_as_they_are_bit_for_bit() -> None:
+    results = []
+    for enabled in (False, True):
+        backbone = build_backbone(TINY, seed=0, drop_path_rate=0.5).train()
+        backbone.set_activation_checkpointing(enabled)
+        features = backbone.pooled([images(2, 3, 32, 32), images(3, 3, 16, 16)], torch.arange(5))
+        results.append([features, *torch.autograd.grad(features.square().sum(), list(backbone.parameters()))])
+    assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))

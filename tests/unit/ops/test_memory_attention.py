@@ -265,3 +265,37 @@ def test_on_a_gpu_the_loss_is_that_of_the_cpu(dtype: torch.dtype) -> None:
     (gradient_on_gpu,) = torch.autograd.grad(on_gpu, student)
     assert on_gpu.item() == pytest.approx(loss.item(), rel=1e-4 if dtype == torch.float32 else 5e-3)
     assert (gradient_on_gpu.cpu() - gradient).norm() < (1e-3 if dtype == torch.float32 else 0.03) * gradient.norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "num_parts"),
+    [(1, 4096, 8), (4, 1024, 2), (2, 1536, 2), (1, 1030, 2), (3, 1000, 1), (2, 1025, 1), (2, 128, 1)],
+)
+def test_on_a_gpu_attention_over_parts_of_blocks_gives_the_loss_and_the_gradient_of_the_reference(
+    num_blocks: int, block_size: int, num_parts: int, dim: int
+) -> None:
+    """Temperatures that are powers of two and embeddings rounded beforehand: what is left is the error of the kernels."""
+    student, teacher, blocks = (tensor.bfloat16().float() for tensor in world(4, 2, 10, dim, num_blocks, block_size))
+    assert memory_attention._parts_of_block(6 * 10, num_blocks, block_size) == num_parts
+    doubles = (student.double(), teacher.double(), blocks.double())
+    true_loss, true_gradient = value_and_gradient(memory_loss_reference, doubles, 0.125, 0.0625)
+    on_gpu = student.cuda().requires_grad_()
+    results = []
+    for teacher_temperature in (0.0625, torch.tensor(0.0625, dtype=torch.float64, device="cuda")):
+        loss = memory_loss(
+            on_gpu,
+            teacher.cuda(),
+            blocks.cuda().bfloat16(),
+            student_temperature=0.125,
+            teacher_temperature=teacher_temperature,
+            operand_dtype=torch.bfloat16,
+        )
+        (gradient,) = torch.autograd.grad(loss, on_gpu)
+        assert loss.dtype == gradient.dtype == torch.float32
+        results.append((loss.item(), gradient.cpu()))
+    assert results[0][0] == pytest.approx(true_loss.item(), rel=1e-3)
+    assert (results[0][1].double() - true_gradient).norm() < 0.01 * true_gradient.norm()
+    assert results[1][0] == results[0][0]  # a temperature on the device is as good as a number
+    assert torch.equal(results[1][1], results[0][1])
