@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser.add_argument("--images", required=True, type=Path, help="a folder or a tar of JPEG files")
     parser.add_argument("--files", default=20_000, type=int, help="copies are made of them up to this number")
     parser.add_argument("--scratch", default=None, type=Path, help="where the copies go for the time of the run; default: the system's")
-    parser.add_argument("--workers", default=16, type=int, help="threads that decode")
+    parser.add_argument("--workers", default=14, type=int, help="threads or processes that read and decode")
+    parser.add_argument("--worker-kind", default="processes", choices=ours.WORKER_KINDS, help="threads serve the GPU decoder")
     parser.add_argument("--decoder", default="cpu", choices=ours.DECODERS, help="what decodes plain JPEGs")
     parser.add_argument("--model", default="vit_small_patch16_224", help="a timm model name")
     parser.add_argument("--batch", default=128, type=int, help="images per step")
@@ -97,6 +98,7 @@ def measure_all(folder: Path, chosen: argparse.Namespace, kernels: str) -> list[
             extras={
                 "slowest_milliseconds": round(timing.slowest_milliseconds, 3),
                 "workers": chosen.workers,
+                "worker_kind": chosen.worker_kind,
                 "decoder": chosen.decoder,
                 **(extras or {}),
             },
@@ -107,7 +109,14 @@ def measure_all(folder: Path, chosen: argparse.Namespace, kernels: str) -> list[
         return measure("3 compute only", lambda number: training.on_views(views, number))
 
     def loader() -> ours.OpenLoader:
-        return ours.open_loader(folder, batch_size=spec.batch_size, num_workers=chosen.workers, decoder=chosen.decoder, device=device)
+        return ours.open_loader(
+            folder,
+            batch_size=spec.batch_size,
+            num_workers=chosen.workers,
+            worker_kind=chosen.worker_kind,
+            decoder=chosen.decoder,
+            device=device,
+        )
 
     cases = []
     with loader() as images_at:

@@ -161,15 +161,24 @@ def nearest(queries: Tensor, database: Tensor, num_neighbours: int) -> tuple[Ten
 
 
 DECODERS: tuple[Literal["cpu", "gpu"], ...] = ("cpu", "gpu")  # data.decoder
+WORKER_KINDS: tuple[Literal["threads", "processes"], ...] = ("threads", "processes")  # data.worker_kind
 OpenLoader = AbstractContextManager[Callable[[int], ImageBatch]]
 
 
 @contextmanager
 def open_loader(
-    folder: Path, *, batch_size: int, num_workers: int, decoder: Literal["cpu", "gpu"], device: torch.device
+    folder: Path,
+    *,
+    batch_size: int,
+    num_workers: int,
+    worker_kind: Literal["threads", "processes"],
+    decoder: Literal["cpu", "gpu"],
+    device: torch.device,
 ) -> Iterator[Callable[[int], ImageBatch]]:
     """at(step): the decoded images of a step, the next steps being read ahead."""
     source = open_source(folder)
+    if device.type == "cuda":
+        torch.set_num_threads(1)  # as massl.pretrain does beside a GPU
 
     def refuse(message: str) -> None:
         raise SystemExit(f"an image cannot be read: {message}")
@@ -179,6 +188,7 @@ def open_loader(
         order_at=EpochOrder(len(source), batch_size, _SEED).at,
         seed=_SEED,
         num_workers=num_workers,
+        worker_kind=worker_kind,
         max_side=_MAX_IMAGE_SIDE,
         device=device if device.type == "cuda" else None,
         batch_decoder=jpeg_decoder(decoder, device),
