@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser.add_argument("--images", required=True, type=Path, help="a folder or a tar of JPEG files")
     parser.add_argument("--files", default=20_000, type=int, help="copies are made of them up to this number")
     parser.add_argument("--scratch", default=None, type=Path, help="where the copies go for the time of the run; default: the system's")
-    parser.add_argument("--workers", default=14, type=int, help="threads or processes that read and decode")
+    parser.add_argument("--workers", default=16, type=int, help="threads or processes that read and decode")
     parser.add_argument("--worker-kind", default="processes", choices=ours.WORKER_KINDS, help="threads serve the GPU decoder")
     parser.add_argument("--decoder", default="cpu", choices=ours.DECODERS, help="what decodes plain JPEGs")
     parser.add_argument("--model", default="vit_small_patch16_224", help="a timm model name")

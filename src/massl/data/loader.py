@@ -103,7 +103,7 @@ class Loader:
         num_workers: int,
         worker_kind: Literal["threads", "processes"] = "threads",
         max_side: int,
-        prefetch_steps: int = 2,
+        prefetch_steps: int = 3,
         device: torch.device | None = None,
         batch_decoder: JpegDecoder | None = None,
         cache: ImageCache | None = None,

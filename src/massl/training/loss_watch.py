@@ -40,7 +40,8 @@ class LossWatch:
         on_host = loss.detach().to("cpu", non_blocking=True)
         copied = None
         if loss.device.type == "cuda":
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # Blocking: the host sleeps until the value is there. By default it would spin on a core that could decode images.
+            copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
         self._pending.append(_Pending(step, on_host, copied, indices))
         self._check(keep=self._lag)
