@@ -44,8 +44,10 @@ class MemoryBank(nn.Module):
         super().__init__()
         if num_rows < 1 or dim < 1:
             raise ValueError(f"a memory needs at least one row and one dimension; got {num_rows} x {dim}")
-        entries = torch.arange(num_rows * dim).reshape(num_rows, dim)
-        self.register_buffer("rows", normalize(keyed_random.normal(seed, "memory rows", entries), dim=-1))
+        # In chunks that stay in the processor's cache: a million rows at once would need 10 GB for a while.
+        entries = torch.split(torch.arange(num_rows * dim).reshape(num_rows, dim), 1024)
+        drawn = [normalize(keyed_random.normal(seed, "memory rows", chunk), dim=-1) for chunk in entries]
+        self.register_buffer("rows", torch.cat(drawn))
         self.register_buffer("cursor", torch.zeros((), dtype=torch.int64))
 
     @property
