@@ -56,10 +56,10 @@ def decode(image: EncodedImage, *, max_side: int) -> Tensor:  # -> [3, H, W] uin
     return _decode_with_pillow(data, max_side) if pixels is None else pixels
 
 
-def is_plain_jpeg(data: bytes, *, max_side: int, baseline_only: bool = False) -> bool:
+def is_plain_jpeg(data: bytes, *, max_side: int, for_gpu: bool = False) -> bool:
     """Whether any JPEG decoder gives this image as it is wanted: nothing to turn, reduce, refuse or convert."""
     header = read_jpeg_header(data)
-    if header is None or not header.is_plain or (baseline_only and not header.is_baseline):
+    if header is None or not header.is_plain or (for_gpu and not (header.is_baseline and header.is_ycbcr)):
         return False
     return max(header.height, header.width) <= max_side and header.height * header.width <= MAX_PIXELS
 

@@ -14,7 +14,7 @@ from massl.data.decode import as_tensor, is_plain_jpeg
 
 # Whole files as uint8 [num_bytes] on the CPU -> uint8 [3, H, W] each; a RuntimeError says that not all of them can be decoded.
 JpegDecoder = Callable[[list[Tensor]], list[Tensor]]
-_RGB_MODE = 3  # torchvision's ImageReadMode.RGB; of a grey file all three channels are its luma
+_RGB_MODE = 3  # torchvision's ImageReadMode.RGB
 _END_OF_IMAGE = b"\xff\xd9"
 
 
@@ -51,10 +51,11 @@ def _nvjpeg(device: torch.device) -> JpegDecoder:
 def suits_gpu(data: bytes, *, max_side: int) -> bool:
     """Whether a file is left to the batch decoder.
 
-    Progressive files are not: nvJPEG decodes them one after another on a single core, while the loader has many. A file that does not end
-    as a JPEG does may be truncated, which nvJPEG does not say: it shows grey where pixels are missing.
+    Progressive files are not: nvJPEG decodes them one after another on a single core, while the loader has many. Grey files are not: with
+    sampling factors of 2, which mean nothing for a single component, nvJPEG's pixels are far from the CPU's. A file that does not end as a
+    JPEG does may be truncated, which nvJPEG does not say: it shows grey where pixels are missing.
     """
-    return data.endswith(_END_OF_IMAGE) and is_plain_jpeg(data, max_side=max_side, baseline_only=True)
+    return data.endswith(_END_OF_IMAGE) and is_plain_jpeg(data, max_side=max_side, for_gpu=True)
 
 
 def decode_what_can_be(decode_jpegs: JpegDecoder, files: Sequence[Tensor]) -> list[Tensor | None]:

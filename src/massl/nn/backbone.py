@@ -59,6 +59,7 @@ class Backbone(nn.Module):
         self.dim = int(model.head_hidden_size)  # type: ignore[arg-type]  # of features before a classifier; num_features may be another
         self.activation_checkpointing = False
         self.fused_kernels = False
+        self.float32_stream = False
         self._drop_paths = replace_drop_paths(model)
         self.register_buffer("keep", keep_probabilities(self._drop_paths), persistent=False)
         self._class_token_of_last_block = class_token_of_last_block
@@ -85,7 +86,14 @@ class Backbone(nn.Module):
             from massl.nn.fused_transformer import class_features  # needs Triton, which only platforms with CUDA have
 
             assert isinstance(self.model, VisionTransformer)
-            return class_features(self.model, view_groups, scales, dtype=dtype, memory_lean=self.activation_checkpointing)
+            return class_features(
+                self.model,
+                view_groups,
+                scales,
+                dtype=dtype,
+                stream_dtype=torch.float32 if self.float32_stream else dtype,
+                memory_lean=self.activation_checkpointing,
+            )
         num_rows = [len(group) for group in view_groups]
         scale_groups = [None] * len(num_rows) if scales is None else torch.split(scales, num_rows, dim=1)
         return torch.cat([self._pooled(group, part) for group, part in zip(view_groups, scale_groups, strict=True)])
@@ -125,9 +133,13 @@ class Backbone(nn.Module):
             if isinstance(module, KeyedDropPath):
                 module.scales = None if scales is None else scales[module.layer]
 
-    def use_fused_kernels(self) -> str | None:
-        """Compute `pooled` by fused kernels where it runs in 16 bits on a GPU; returns what prevents it, in words, or None."""
+    def use_fused_kernels(self, *, float32_stream: bool = False) -> str | None:
+        """Compute `pooled` by fused kernels where it runs in 16 bits on a GPU; returns what prevents it, in words, or None.
+
+        `float32_stream` keeps the sums of the residual stream in float32, as autocast does.
+        """
         reason = why_not_fused(self.model)
+        self.float32_stream = float32_stream
         self.fused_kernels = reason is None
         return reason
 

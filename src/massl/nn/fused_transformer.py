@@ -18,10 +18,19 @@ from massl.ops.token_kernels import cut_into_patches, pack_tokens
 
 
 def class_features(
-    model: VisionTransformer, view_groups: list[Tensor], scales: Tensor | None, *, dtype: torch.dtype, memory_lean: bool
+    model: VisionTransformer,
+    view_groups: list[Tensor],
+    scales: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+    memory_lean: bool,
 ) -> Tensor:  # groups of [R_i, 3, H_i, W_i], [num_drop_paths, sum R_i] -> [sum R_i, D]
-    """The class token after the final norm of every view. `scales` are those of stochastic depth, one per layer and view."""
-    tokens, runs = _packed_tokens(model, view_groups, dtype)
+    """The class token after the final norm of every view. `scales` are those of stochastic depth, one per layer and view.
+
+    `dtype` is that of the products, `stream_dtype` that of the residual stream between blocks.
+    """
+    tokens, runs = _packed_tokens(model, view_groups, dtype, stream_dtype)
     token_scales = None if scales is None else _per_token(scales, runs)
     blocks: list[PlainBlock] = list(model.blocks)
     operands = _operands(blocks[:-1], dtype)
@@ -42,7 +51,7 @@ def class_features(
 
 
 def _packed_tokens(
-    model: VisionTransformer, view_groups: list[Tensor], dtype: torch.dtype
+    model: VisionTransformer, view_groups: list[Tensor], dtype: torch.dtype, stream_dtype: torch.dtype
 ) -> tuple[Tensor, list[Run]]:  # groups of [R_i, 3, H_i, W_i] -> [T, D]
     """Patch embedding as a matrix product: patches do not overlap, and a convolution of this shape is slow to differentiate."""
     projection = model.patch_embed.proj
@@ -54,7 +63,7 @@ def _packed_tokens(
         shared = projection.bias.expand(1, height * width, -1)
         tables.append(embed_patches(model, shared, model_positions(model, height, width))[0])
         runs.append(Run(len(views), len(tables[-1])))
-    return pack_tokens(patches, tables, model.num_prefix_tokens), runs
+    return pack_tokens(patches, tables, model.num_prefix_tokens, stream_dtype), runs
 
 
 def _last_block(block: PlainBlock, stream: Stream, scales: Tensor | None, runs: list[Run], dtype: torch.dtype) -> Tensor:  # -> [R, D]

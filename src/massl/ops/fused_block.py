@@ -135,8 +135,8 @@ def _forward(
 
 
 def _weight_gradient(grad_output: Tensor, operand: Tensor) -> Tensor:  # [T, out], [T, in] -> [out, in] float32
-    if grad_output.dtype == torch.float32:
-        return grad_output.t() @ operand
+    if grad_output.dtype == torch.float32 or not grad_output.is_cuda:
+        return grad_output.t().float() @ operand.float()
     # The product's own float32 sums: rounding them to 16 bits and back would cost accuracy and a pass.
     return torch.mm(grad_output.t(), operand, out_dtype=torch.float32)
 

@@ -62,7 +62,7 @@ def _tokens_backward_kernel(
         grad = tl.load(grad_ptr + token[:, None] * D + columns[None, :], mask=ok, other=0.0)
         if place >= PREFIX:
             patch = (sequence * (LENGTH - PREFIX) + place - PREFIX).to(tl.int64)
-            tl.store(grad_patches_ptr + patch[:, None] * D + columns[None, :], grad, mask=ok)
+            tl.store(grad_patches_ptr + patch[:, None] * D + columns[None, :], grad.to(grad_patches_ptr.dtype.element_ty), mask=ok)
         total += grad.to(tl.float32)
     tl.store(partial_ptr + (tl.program_id(1) * LENGTH + place) * D + columns, tl.sum(total, axis=0), mask=column_ok)
 
@@ -81,26 +81,26 @@ def cut_into_patches(views: Tensor, patch_size: tuple[int, int], dtype: torch.dt
 
 
 def pack_tokens(
-    patches: Sequence[Tensor], tables: Sequence[Tensor], num_prefix: int
+    patches: Sequence[Tensor], tables: Sequence[Tensor], num_prefix: int, dtype: torch.dtype
 ) -> Tensor:  # each [R_i * n_i, D], [num_prefix + n_i, D] -> [T, D]
     """All sequences one below the other: row l of a sequence is table[l], plus patch l - num_prefix for the rows after the prefix.
 
     A table holds what all sequences of one size share: class and register tokens, position embeddings, the bias of the patch embedding.
     """
-    tokens: Tensor = _PackTokens.apply(num_prefix, *patches, *tables)
+    tokens: Tensor = _PackTokens.apply(num_prefix, dtype, *patches, *tables)
     return tokens
 
 
 class _PackTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, num_prefix: int, *patches_and_tables: Tensor) -> Tensor:
+    def forward(ctx: Any, num_prefix: int, dtype: torch.dtype, *patches_and_tables: Tensor) -> Tensor:
         num_groups = len(patches_and_tables) // 2
         groups = list(zip(patches_and_tables[:num_groups], patches_and_tables[num_groups:], strict=True))
         lengths = [len(table) for _, table in groups]
         counts = [len(patches) // (len(table) - num_prefix) for patches, table in groups]
         dim = groups[0][0].shape[1]
         num_tokens = sum(count * length for count, length in zip(counts, lengths, strict=True))
-        out = torch.empty(num_tokens, dim, dtype=groups[0][0].dtype, device=groups[0][0].device)
+        out = torch.empty(num_tokens, dim, dtype=dtype, device=groups[0][0].device)
         first_token = 0
         for (patches, table), count, length in zip(groups, counts, lengths, strict=True):
             _tokens_kernel[(triton.cdiv(count * length, 4),)](
@@ -108,7 +108,7 @@ class _PackTokens(torch.autograd.Function):
                 LENGTH=length, PREFIX=num_prefix, D=dim, BLOCK_D=triton.next_power_of_2(dim), ROWS=4, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
             first_token += count * length
-        ctx.num_prefix, ctx.counts, ctx.lengths = num_prefix, counts, lengths
+        ctx.num_prefix, ctx.counts, ctx.lengths, ctx.patch_dtype = num_prefix, counts, lengths, groups[0][0].dtype
         return out
 
     @staticmethod
@@ -117,7 +117,7 @@ class _PackTokens(torch.autograd.Function):
         dim, first_token = grad.shape[1], 0
         grad_patches, grad_tables = [], []
         for count, length in zip(ctx.counts, ctx.lengths, strict=True):
-            grad_of_patches = torch.empty(count * (length - ctx.num_prefix), dim, dtype=grad.dtype, device=grad.device)
+            grad_of_patches = torch.empty(count * (length - ctx.num_prefix), dim, dtype=ctx.patch_dtype, device=grad.device)
             num_chunks = triton.cdiv(count, _SEQUENCES_PER_PROGRAM)
             partial = torch.empty(num_chunks, length, dim, device=grad.device)
             _tokens_backward_kernel[(length, num_chunks)](
@@ -128,4 +128,4 @@ class _PackTokens(torch.autograd.Function):
             grad_patches.append(grad_of_patches)
             grad_tables.append(sum_over_rows(partial.flatten(1)).view(length, dim))
             first_token += count * length
-        return None, *grad_patches, *grad_tables
+        return None, None, *grad_patches, *grad_tables

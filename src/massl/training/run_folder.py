@@ -24,6 +24,7 @@ MAY_CHANGE = frozenset(
         "trainer.accumulation_steps",
         "trainer.activation_checkpointing",
         "trainer.kernels",
+        "trainer.residual",
         "trainer.cuda_graph",
         "trainer.checkpoint_every_steps",
         "trainer.keep_checkpoints",

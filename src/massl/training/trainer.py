@@ -43,6 +43,10 @@ class TrainerSettings(Settings):
         description="fused: hand-written kernels for plain ViTs in bf16 on a GPU, plain elsewhere; compiled: torch.compile, which takes "
         "minutes at the start; plain: as timm computes",
     )
+    residual: Literal["bf16", "fp32"] = Field(
+        default="bf16",
+        description="precision of the residual stream in fused kernels; fp32 as under autocast, which costs time and memory",
+    )
     cuda_graph: bool = Field(
         default=True, description="record the step once and replay it, which frees it from Python's pace; one process on a GPU only"
     )
@@ -75,10 +79,14 @@ def choose_kernels(method: Method, settings: TrainerSettings, device: torch.devi
         for backbone in method.backbones():
             backbone.compile_blocks()
     elif settings.kernels == "fused":
-        reasons = {backbone.use_fused_kernels() for backbone in method.backbones()}
+        reasons = {backbone.use_fused_kernels(float32_stream=settings.residual == "fp32") for backbone in method.backbones()}
         if device.type != "cuda" or settings.precision != "bf16":
             reasons = {"they need a GPU and bf16"}
-        networks = "fused" if reasons == {None} else f"plain ({'; '.join(sorted(reason for reason in reasons if reason))})"
+        networks = (
+            f"fused, {settings.residual} residual stream"
+            if reasons == {None}
+            else f"plain ({'; '.join(sorted(reason for reason in reasons if reason))})"
+        )
     return Kernels(networks=networks, cuda_graph=settings.cuda_graph and device.type == "cuda" and distributed.world_size() == 1)
 
 

@@ -47,7 +47,8 @@ def with_gradients(backbone: Backbone, features: Tensor) -> dict[str, Tensor]:
 
 def fused(backbone: Backbone, sample_keys: Tensor | None, *, memory_lean: bool = False) -> Tensor:
     scales = backbone._scales(sample_keys)
-    return class_features(backbone.model, view_groups(), scales, dtype=torch.float32, memory_lean=memory_lean)  # type: ignore[arg-type]
+    dtype = torch.float32
+    return class_features(backbone.model, view_groups(), scales, dtype=dtype, stream_dtype=dtype, memory_lean=memory_lean)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("norm_gradients_in_large_steps")
@@ -77,6 +78,29 @@ def test_features_and_gradients_are_those_of_the_plain_path(
     key_groups = (None, None) if keys is None else (keys[:2], keys[2:])
     whole = torch.cat([backbone(views, part).pooled for views, part in zip(view_groups(), key_groups, strict=True)])
     torch.testing.assert_close(ours["features"], whole.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("norm_gradients_in_large_steps")
+@pytest.mark.parametrize("memory_lean", [False, True])
+def test_products_in_16_bits_with_a_float32_stream_are_near_the_plain_path(memory_lean: bool) -> None:
+    """float16: the interpreter multiplies bfloat16 numbers as if they were integers."""
+    backbone = backbone_of()
+    keys, half, full = KEYS.to(DEVICE), torch.float16, torch.float32
+    with torch.autocast(DEVICE.type, dtype=half):
+        scales = backbone._scales(keys)
+        features = class_features(
+            backbone.model,  # type: ignore[arg-type]
+            view_groups(),
+            scales,
+            dtype=half,
+            stream_dtype=full,
+            memory_lean=memory_lean,
+        )
+    ours = with_gradients(backbone, features)
+    truth = with_gradients(backbone, backbone.pooled(view_groups(), keys))
+    for name, value in truth.items():
+        assert ours[name].dtype == torch.float32, name
+        assert (ours[name] - value).norm() < 1e-2 * value.norm(), name
 
 
 def test_stochastic_depth_drops_branches_of_some_views_and_not_of_others() -> None:

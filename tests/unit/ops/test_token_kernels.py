@@ -54,7 +54,7 @@ def test_packed_tokens_are_table_plus_patches_and_so_are_their_gradients(num_pre
     for part, table, count in zip(patches, tables, counts, strict=True):
         prefix = torch.zeros(count, num_prefix, dim, device=DEVICE)
         parts.append((torch.cat([prefix, part.view(count, -1, dim)], dim=1) + table).flatten(0, 1))
-    expected, ours = torch.cat(parts), pack_tokens(patches, tables, num_prefix)
+    expected, ours = torch.cat(parts), pack_tokens(patches, tables, num_prefix, torch.float32)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
     grad = noise(*expected.shape, seed=20)
     inputs = [*patches, *tables]
