@@ -16,7 +16,7 @@ from massl.data.cache import ImageCache
 from massl.data.gpu_decode import jpeg_decoder
 from massl.data.loader import Loader
 from massl.data.order import EpochOrder
-from massl.data.sources import open_source
+from massl.data.sources import ImageSource, open_source
 from massl.methods.massl import MaSSL
 from massl.nn.backbone import Backbone
 from massl.training.environment import describe_environment
@@ -123,21 +123,8 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
     )
     method = METHODS[recipe.method.name](recipe.method, recipe.backbone, seed=seed)
     _check_view_sizes(recipe, method.backbone_to_evaluate())
-    local_size, first = batch_size // distributed.world_size(), distributed.rank() * (batch_size // distributed.world_size())
     cache = ImageCache(max_gib=recipe.data.cache_gib) if recipe.data.cache_gib > 0 else None
-    loader = Loader(
-        source,
-        order_at=lambda step: order.at(step)[first : first + local_size],
-        seed=seed,
-        num_workers=recipe.data.num_workers,
-        worker_kind=recipe.data.worker_kind,
-        max_side=recipe.data.max_side,
-        device=device,
-        batch_decoder=jpeg_decoder(recipe.data.decoder, device),
-        cache=cache,
-        on_skip=on_skip,
-        on_note=warn,
-    )
+    loader = _open_loader(recipe, source, order, cache, device, on_skip=on_skip, on_note=warn)
     probe = None
     if recipe.probes.every_epochs > 0:
         probe = Probe(
@@ -161,6 +148,34 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
     result = trainer.fit()
     _summarise(recipe, result, trainer, probe, folder, console)
     return result
+
+
+def _open_loader(
+    recipe: PretrainRecipe,
+    source: ImageSource,
+    order: EpochOrder,
+    cache: ImageCache | None,
+    device: torch.device,
+    *,
+    on_skip: Callable[[str], None],
+    on_note: Callable[[str], None],
+) -> Loader:
+    """This process's share of every batch."""
+    local_size = recipe.trainer.batch_size // distributed.world_size()
+    first = distributed.rank() * local_size
+    return Loader(
+        source,
+        order_at=lambda step: order.at(step)[first : first + local_size],
+        seed=recipe.trainer.seed,
+        num_workers=recipe.data.num_workers,
+        worker_kind=recipe.data.worker_kind,
+        max_side=recipe.data.max_side,
+        device=device,
+        batch_decoder=jpeg_decoder(recipe.data.decoder, device),
+        cache=cache,
+        on_skip=on_skip,
+        on_note=on_note,
+    )
 
 
 @torch.no_grad()
