@@ -114,7 +114,7 @@ class Backbone(nn.Module):
     def _through_blocks(self, tokens: Tensor, blocks: Iterable[nn.Module], scales: Tensor | None) -> Tensor:
         for block in blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                # No random state: nothing here draws from it, and reading it is impossible while a CUDA graph is recorded.
+                # No random state: nothing here draws from it (dropout is refused), and it cannot be read while a CUDA graph is recorded.
                 tokens = checkpoint(self._run_block, block, tokens, scales, use_reentrant=False, preserve_rng_state=False)
             else:
                 tokens = self._run_block(block, tokens, scales)
@@ -154,6 +154,11 @@ class Backbone(nn.Module):
         if enabled and not isinstance(self.model, VisionTransformer):
             raise RecipeError(
                 "activation checkpointing is available for vision transformers; set trainer.activation_checkpointing to false"
+            )
+        if enabled and any(isinstance(part, nn.Dropout) and part.p > 0.0 for part in self.model.modules()):
+            raise RecipeError(
+                "activation checkpointing would draw another dropout mask in the backward pass; set the dropout rates in "
+                "backbone.timm_options to 0 or trainer.activation_checkpointing to false"
             )
         self.activation_checkpointing = enabled
 

@@ -45,9 +45,12 @@ class MemoryBank(nn.Module):
         if num_rows < 1 or dim < 1:
             raise ValueError(f"a memory needs at least one row and one dimension; got {num_rows} x {dim}")
         # In chunks that stay in the processor's cache: a million rows at once would need 10 GB for a while.
-        entries = torch.split(torch.arange(num_rows * dim).reshape(num_rows, dim), 1024)
-        drawn = [normalize(keyed_random.normal(seed, "memory rows", chunk), dim=-1) for chunk in entries]
-        self.register_buffer("rows", torch.cat(drawn))
+        rows = torch.empty(num_rows, dim)
+        for start in range(0, num_rows, 1024):
+            chunk = rows[start : start + 1024]
+            entries = torch.arange(start * dim, start * dim + chunk.numel()).view_as(chunk)
+            chunk.copy_(normalize(keyed_random.normal(seed, "memory rows", entries), dim=-1))
+        self.register_buffer("rows", rows)
         self.register_buffer("cursor", torch.zeros((), dtype=torch.int64))
 
     @property

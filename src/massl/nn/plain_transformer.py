@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 PlainBlock = Any  # timm's Block: to mypy, whatever hangs on a module is a tensor or a module
-_HEAD_DIMS = (16, 32, 64, 128)  # powers of two that fill the tiles of the attention kernels
+_HEAD_DIMS = (16, 32, 64)  # 128 would need more shared memory than most cards have: 164 KB in the backward pass
 
 
 def embed_patches(model: VisionTransformer, patch_tokens: Tensor, positions: Tensor | None) -> Tensor:  # [B, N, D] -> [B, prefix + N, D]

@@ -4,12 +4,14 @@ A launch costs the host about 7 microseconds, so a step of small kernels is pace
 kernels on the same addresses; what changes from step to step (views, schedule values) is written there first.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from massl.config import RecipeError
 from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper, StepOutput
 from massl.training.step import TrainingStep
@@ -42,7 +44,10 @@ class _Recording:
 
 
 class GraphedStep:
-    """A TrainingStep on one GPU: ordinary for the first steps, recorded at the next, replayed ever after. The results are the same."""
+    """A TrainingStep on one GPU: ordinary for the first steps, recorded at the next, replayed ever after.
+
+    The results are those of a TrainingStep whose schedule values are tensors too, bit for bit; plain numbers may round differently.
+    """
 
     def __init__(self, step: TrainingStep) -> None:
         self._step = step
@@ -99,13 +104,13 @@ class GraphedStep:
     def _record_part(self, hyper: StepHyper, num_parts: int) -> None:
         assert self._views is not None
         graph = torch.cuda.CUDAGraph()
-        with self._recording(graph):
+        with _explained(), self._recording(graph):
             output = self._step.forward_backward(self._views, hyper, num_parts=num_parts, is_last=True)
         self._parts.append(_Recording(graph, _detached(output)))
 
     def _record_update(self, outputs: Sequence[StepOutput], hyper: StepHyper) -> None:
         graph = torch.cuda.CUDAGraph()
-        with self._recording(graph):
+        with _explained(), self._recording(graph):
             output = self._step.update(outputs, hyper)
         self._update = _Recording(graph, output)
 
@@ -120,6 +125,15 @@ class GraphedStep:
         kept = self._outputs[part]
         for target, source in zip(_tensors(kept), _tensors(output), strict=True):
             target.copy_(source)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise RecipeError(f"this step cannot be recorded as a CUDA graph ({reason}); set trainer.cuda_graph to false") from error
 
 
 def _empty_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:

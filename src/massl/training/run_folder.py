@@ -17,7 +17,6 @@ MAY_CHANGE = frozenset(
     {
         "data.num_workers",
         "data.worker_kind",
-        "data.decoder",
         "data.cache_gib",
         "trainer.max_steps",
         "trainer.device",

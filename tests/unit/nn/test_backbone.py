@@ -245,3 +245,14 @@ def test_activation_checkpointing_leaves_pooled_features_and_gradients_as_they_a
         features = backbone.pooled([images(2, 3, 32, 32), images(3, 3, 16, 16)], torch.arange(5))
         results.append([features, *torch.autograd.grad(features.square().sum(), list(backbone.parameters()))])
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
+
+
+def test_checkpointing_refuses_dropout_whose_mask_it_could_not_repeat() -> None:
+    settings = BackboneSettings(
+        name="vit_tiny_patch16_224",
+        image_size=16,
+        patch_size=8,
+        timm_options={"embed_dim": 12, "depth": 1, "num_heads": 2, "proj_drop_rate": 0.2},
+    )
+    with pytest.raises(RecipeError, match="dropout"):
+        build_backbone(settings, seed=0).set_activation_checkpointing(True)

@@ -341,7 +341,7 @@ def test_attention_gives_the_same_bits_in_whatever_order_the_runs_are_packed() -
 
 
 @needs_gpu
-@pytest.mark.parametrize(("dim", "num_heads"), [(64, 4), (64, 2), (192, 3), (128, 1)], ids=["16", "32", "64", "128"])
+@pytest.mark.parametrize(("dim", "num_heads"), [(64, 4), (64, 2), (192, 3)], ids=["16", "32", "64"])
 def test_in_bfloat16_results_and_gradients_are_near_those_of_timm_in_float32(dim: int, num_heads: int) -> None:
     world = World(dim, num_heads, (Run(3, 5), Run(5, 37), Run(2, 65), Run(2, 130), Run(4, 197), Run(2, 260)))
     truth = world.with_gradients(world.truth)
