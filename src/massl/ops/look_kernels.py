@@ -121,8 +121,6 @@ def finish(
     mean: Sequence[float],
     std: Sequence[float],
     dtype: torch.dtype,
-    num_warps: int = 4,
-    max_registers: int | None = None,
 ) -> Tensor:  # float32 [N, 3, S, S], [N, 24] -> [N, 3, S, S]
     """Blur and solarise the views whose jobs ask for it (every sigma such that `can_blur`), normalise all and round to `dtype`."""
     finished = torch.empty_like(views, dtype=dtype)
@@ -138,8 +136,7 @@ def finish(
         *std,
         TILE=_TILE,
         WINDOW=_WINDOW,
-        num_warps=num_warps,
-        maxnreg=max_registers,
+        num_warps=4,
         enable_fp_fusion=True,
     )
     return finished

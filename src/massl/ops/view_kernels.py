@@ -50,7 +50,6 @@ class ResampleTiles(NamedTuple):
     source_rows: int = 32
     source_columns: int = 32
     num_warps: int = 2  # the rows of a tile are shared out 16 to a warp; more warps would repeat the work of these two
-    max_registers: int | None = None  # per thread; fewer let more programs run at once but spill
 
 
 DEFAULT_TILES = ResampleTiles()
@@ -74,7 +73,6 @@ def resample(pixels: Tensor, jobs: Tensor, *, size: int, tiles: ResampleTiles = 
         SOURCE_ROWS=tiles.source_rows,
         SOURCE_COLUMNS=tiles.source_columns,
         num_warps=tiles.num_warps,
-        maxnreg=tiles.max_registers,
         enable_fp_fusion=True,
     )
     return views

@@ -5,7 +5,7 @@ kernels on the same addresses; what changes from step to step (views, schedule v
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -37,7 +37,7 @@ class HyperOnDevice:
 
 @dataclass(frozen=True)
 class _Recording:
-    """Views that a graph reads, and what it leaves behind: overwritten by every replay."""
+    """A graph and what it leaves behind, which every replay overwrites."""
 
     graph: torch.cuda.CUDAGraph
     output: StepOutput
@@ -144,8 +144,7 @@ def _tensors(output: StepOutput) -> list[Tensor]:
     return [output.loss, *output.metrics.values(), *output.carry.values()]
 
 
-def _map(output: StepOutput, operation: object) -> StepOutput:
-    assert callable(operation)
+def _map(output: StepOutput, operation: Callable[[Tensor], Tensor]) -> StepOutput:
     return StepOutput(
         loss=operation(output.loss),
         metrics={name: operation(value) for name, value in output.metrics.items()},

@@ -1,6 +1,6 @@
 """AdamW with the method's parameter groups, and the gradient clip that goes with it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Annotated, Any
 
@@ -11,6 +11,7 @@ from torch.optim import AdamW
 
 from massl.config import Settings
 from massl.methods.base import StepHyper
+from massl.ops.tensor_lists import fit_update_kernels
 
 
 class OptimizerSettings(Settings):
@@ -52,7 +53,7 @@ class DecayedAdamW(AdamW):
         parameters = [parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None]
         gradients = [parameter.grad for parameter in parameters]
         averages = [self.state[parameter][name] for parameter in parameters if self.state[parameter] for name in ("exp_avg", "exp_avg_sq")]
-        if _fits_kernel([*parameters, *gradients, *averages]):
+        if fit_update_kernels([*parameters, *gradients, *averages]):
             self._step_by_kernel(parameters, gradients)
             return
         clip_each_gradient(parameters, self._clip_norm)
@@ -117,15 +118,6 @@ def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> DecayedAd
     groups = [{"params": decayed, "decays": True}, {"params": not_decayed, "decays": False}]
     on_gpu = any(parameter.is_cuda for parameter in decayed)
     return DecayedAdamW(groups, betas=settings.betas, clip_norm=settings.clip_norm, capturable=on_gpu)
-
-
-def _fits_kernel(tensors: Sequence[Tensor]) -> bool:
-    """Contiguous float32 on one GPU."""
-    return (
-        len(tensors) > 0
-        and tensors[0].is_cuda
-        and all(tensor.device == tensors[0].device and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
-    )
 
 
 @torch.no_grad()
