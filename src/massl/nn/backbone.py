@@ -71,7 +71,7 @@ class Backbone(nn.Module):
             self._set_scales(self.model, scales)
             return Tokens(pooled=self.model(images), patches=None)
         model = self.model
-        tokens = model.norm(self._through_blocks(_embed(model, images), model.blocks, scales))
+        tokens = model.norm(self._through_blocks(embed_images(model, images), model.blocks, scales))
         num_prefix = model.num_prefix_tokens
         pooled = tokens[:, 0] if model.cls_token is not None else tokens[:, num_prefix:].mean(dim=1)
         return Tokens(pooled=model.fc_norm(pooled), patches=tokens[:, num_prefix:])
@@ -104,10 +104,10 @@ class Backbone(nn.Module):
             self._set_scales(model, scales)
             return model(images)  # type: ignore[no-any-return]
         if model.cls_token is None or not has_plain_attention(model.blocks[-1]):
-            tokens = model.norm(self._through_blocks(_embed(model, images), model.blocks, scales))
+            tokens = model.norm(self._through_blocks(embed_images(model, images), model.blocks, scales))
             pooled = tokens[:, 0] if model.cls_token is not None else tokens[:, model.num_prefix_tokens :].mean(dim=1)
             return model.fc_norm(pooled)  # type: ignore[no-any-return]
-        tokens = self._through_blocks(_embed(model, images), model.blocks[:-1], scales)
+        tokens = self._through_blocks(embed_images(model, images), model.blocks[:-1], scales)
         self._set_scales(model.blocks[-1], scales)
         return model.fc_norm(model.norm(self._class_token_of_last_block(model.blocks[-1], tokens))[:, 0])  # type: ignore[no-any-return]
 
@@ -176,7 +176,8 @@ def _refuse_unknown_transformer(model: nn.Module) -> None:
         raise RecipeError("distilled transformers carry a second class token, which massl does not train; choose the plain model")
 
 
-def _embed(model: VisionTransformer, images: Tensor) -> Tensor:  # [B, 3, H, W] -> [B, prefix + patches, D]
+def embed_images(model: VisionTransformer, images: Tensor) -> Tensor:  # [B, 3, H, W] -> [B, prefix + patches, D]
+    """What enters the first block; images may have any size, pixels beyond the last whole patch are left out."""
     grid = model.patch_embed.proj(images)
     patches = model.patch_embed.norm(grid.flatten(2).transpose(1, 2))
     return model.norm_pre(embed_patches(model, patches, model_positions(model, *grid.shape[-2:])))  # type: ignore[no-any-return]

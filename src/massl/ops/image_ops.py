@@ -9,7 +9,7 @@ not round to 8 bits in between.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ _CHUNK_BYTES = 128 << 20  # of working memory while resampling; from 4 to 256 Mi
 _WINDOW_SIDES = torch.tensor(
     [16, 24, 32, 48, 64, 96, *range(128, 512, 64), *(side << octave for octave in range(9) for side in (512, 768))]
 )
+
+
+Filter = Literal["bicubic", "bilinear"]  # both antialiased, as Pillow's are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +79,13 @@ class Axis(NamedTuple):
     step: Tensor  # source pixels per output pixel; negative when mirrored
 
 
-def crop_resize(images: RaggedImages, boxes: Tensor, *, size: int, flip: Tensor) -> Tensor:
-    """Views of size x size pixels: crop, antialiased bicubic resize, mirror (Pillow's `crop`, `resize` and `transpose`).
+def crop_resize(images: RaggedImages, boxes: Tensor, *, size: int, flip: Tensor, filter: Filter = "bicubic") -> Tensor:
+    """Views of size x size pixels: crop, antialiased resize, mirror (Pillow's `crop`, `resize` and `transpose`).
 
     CPU int64 [V, B, 4] (top, left, height, width), CPU bool [V, B] -> [V, B, 3, size, size] in [0, 1].
     """
     num_views, num_images, _ = boxes.shape
-    views = _resample(images, torch.arange(num_images).repeat(num_views), *crop_axes(boxes, size=size, flip=flip), size)
+    views = _resample(images, torch.arange(num_images).repeat(num_views), *crop_axes(boxes, size=size, flip=flip), size, filter)
     return views.view(num_views, num_images, 3, size, size)
 
 
@@ -94,7 +97,9 @@ def crop_axes(boxes: Tensor, *, size: int, flip: Tensor) -> tuple[Axis, Axis]:
     return rows, Axis(left, width, torch.where(mirrored, width, 0), torch.where(mirrored, -width, width) / size)
 
 
-def centre_view(images: RaggedImages, *, size: int, crop_ratio: float) -> Tensor:  # -> [B, 3, size, size] in [0, 1]
+def centre_view(
+    images: RaggedImages, *, size: int, crop_ratio: float, filter: Filter = "bicubic"
+) -> Tensor:  # -> [B, 3, size, size] in [0, 1]
     """Views for evaluation: shorter side resized to size / crop_ratio, then the central size x size (torchvision Resize, CenterCrop)."""
     if not 0 < crop_ratio <= 1:
         raise ValueError(f"crop_ratio is {crop_ratio}; it must lie in (0, 1]: the part of the shorter side that is kept")
@@ -106,10 +111,12 @@ def centre_view(images: RaggedImages, *, size: int, crop_ratio: float) -> Tensor
     first = (start - reach).floor().clamp_min(0)
     num_read = torch.minimum((start + size * step + reach).ceil(), sizes.double()) - first
     rows, columns = (Axis(*(field[:, axis].float() for field in (first, num_read, start - first, step))) for axis in (0, 1))
-    return _resample(images, torch.arange(len(images)), rows, columns, size)
+    return _resample(images, torch.arange(len(images)), rows, columns, size, filter)
 
 
-def _resample(images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, size: int) -> Tensor:  # -> [N, 3, size, size]
+def _resample(
+    images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, size: int, filter: Filter
+) -> Tensor:  # -> [N, 3, size, size]
     """Row n: image `sources[n]` of the batch, resampled along both axes as two matrix products.
 
     Only a window around each crop is read. Windows have few different sizes, so that those of one size share a batched product, and
@@ -120,7 +127,7 @@ def _resample(images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, 
         from massl.ops import view_kernels  # here: Triton comes with PyTorch for GPUs only
 
         jobs = view_kernels.pack_jobs(images, sources, rows, columns)
-        return view_kernels.resample(pixels, to_device(jobs, pixels.device), size=size)
+        return view_kernels.resample(pixels, to_device(jobs, pixels.device), size=size, filter=filter)
     height_class, width_class = (torch.bucketize(axis.num_read.long(), _WINDOW_SIDES) for axis in (rows, columns))
     classes = height_class * len(_WINDOW_SIDES) + width_class
     order = torch.argsort(classes, stable=True)
@@ -133,10 +140,10 @@ def _resample(images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, 
         slots, *axes = jobs[:, chunk]
         chunk_rows, chunk_columns = Axis(*axes[:4]), Axis(*axes[4:])
         windows = _windows(line, places[:, chunk], chunk_rows.first, chunk_columns.first, height, width)
-        across = _weights(chunk_columns, size, width).mT / 255
+        across = _weights(chunk_columns, size, width, filter).mT / 255
         # Columns first, clipped in between, as Pillow does (since 13 unless height shrinks much more): only its rounding differs.
         half = torch.bmm(windows.float().flatten(1, 2), across).clamp_(0, 1).view(-1, 3, height, size)
-        views.index_copy_(0, slots.long(), (_weights(chunk_rows, size, height)[:, None] @ half).clamp_(0, 1))
+        views.index_copy_(0, slots.long(), (_weights(chunk_rows, size, height, filter)[:, None] @ half).clamp_(0, 1))
     return views
 
 
@@ -161,14 +168,15 @@ def _windows(line: Tensor, places: Tensor, tops: Tensor, lefts: Tensor, height: 
     return line.unfold(0, width, 1)[starts]  # whole rows at a time: 9 times as fast on the CPU as an index per pixel
 
 
-def _weights(axis: Axis, size: int, width: int) -> Tensor:  # -> [n, size, width]
-    """Pillow's antialiased bicubic taps (Keys, 1981, a = -1/2): stretched when shrinking, cut at the border, summing to 1."""
+def _weights(axis: Axis, size: int, width: int, filter: Filter) -> Tensor:  # -> [n, size, width]
+    """Pillow's antialiased taps (bicubic: Keys, 1981, a = -1/2): stretched when shrinking, cut at the border, summing to 1."""
     outputs, inputs = (torch.arange(num, device=axis.step.device) + 0.5 for num in (size, width))
     step = axis.step[:, None]
     centres = axis.origin[:, None] + outputs * step
     distance = (inputs - centres[:, :, None]).abs_() / step.abs().clamp_min(1)[:, :, None]
     outer, inner = (2 - distance).clamp_min_(0), (1 - distance).clamp_min_(0)
-    taps = outer * outer * (outer - 1) / 2 + inner * inner * (1 - 2 * inner)  # Keys' two cubic pieces without a branch
+    cubic = outer * outer * (outer - 1) / 2 + inner * inner * (1 - 2 * inner)  # Keys' two pieces without a branch
+    taps = inner if filter == "bilinear" else cubic
     taps *= (inputs < axis.num_read[:, None])[:, None]
     return taps / taps.sum(-1, keepdim=True)
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from massl.ops.image_ops import Axis, RaggedImages
+from massl.ops.image_ops import Axis, Filter, RaggedImages
 
 # ---- the job table ---------------------------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ class ResampleTiles(NamedTuple):
 DEFAULT_TILES = ResampleTiles()
 
 
-def resample(pixels: Tensor, jobs: Tensor, *, size: int, tiles: ResampleTiles = DEFAULT_TILES) -> Tensor:
+def resample(pixels: Tensor, jobs: Tensor, *, size: int, filter: Filter = "bicubic", tiles: ResampleTiles = DEFAULT_TILES) -> Tensor:
     """uint8 [P] (a ragged batch), its jobs on the device -> float32 [N, 3, size, size] in [0, 1]."""
     views = torch.empty(len(jobs), 3, size, size, device=pixels.device)
     tiles_across, tiles_down = triton.cdiv(size, tiles.out_columns), triton.cdiv(size, tiles.out_rows)
@@ -72,6 +72,7 @@ def resample(pixels: Tensor, jobs: Tensor, *, size: int, tiles: ResampleTiles = 
         OUT_COLUMNS=tiles.out_columns,
         SOURCE_ROWS=tiles.source_rows,
         SOURCE_COLUMNS=tiles.source_columns,
+        BILINEAR=filter == "bilinear",
         num_warps=tiles.num_warps,
         enable_fp_fusion=True,
     )
@@ -107,11 +108,11 @@ def _support(first_output, num_outputs, origin, step, num_read):
 
 
 @triton.jit
-def _taps(sources, outputs, origin, step, num_read):
+def _taps(sources, outputs, origin, step, num_read, BILINEAR: tl.constexpr):
     """The weights of image_ops before they are divided by their sum, from positions that broadcast to a matrix."""
     distance = tl.abs(sources + 0.5 - (origin + (outputs + 0.5) * step)) / tl.maximum(tl.abs(step), 1.0)
     outer, inner = tl.maximum(2 - distance, 0.0), tl.maximum(1 - distance, 0.0)
-    taps = outer * outer * (outer - 1) * 0.5 + inner * inner * (1 - 2 * inner)
+    taps = inner if BILINEAR else outer * outer * (outer - 1) * 0.5 + inner * inner * (1 - 2 * inner)
     return tl.where(sources < num_read, taps, 0.0).to(tl.float16)
 
 
@@ -124,6 +125,7 @@ def clipped(values):
 def _resample_kernel(
     pixels, longs, ints, floats, views, size, tiles_across, num_tiles,
     OUT_ROWS: tl.constexpr, OUT_COLUMNS: tl.constexpr, SOURCE_ROWS: tl.constexpr, SOURCE_COLUMNS: tl.constexpr,
+    BILINEAR: tl.constexpr,
 ):  # fmt: skip
     """One tile of one view, all channels: columns first, clipped, then rows. `longs`, `ints` and `floats` are the same job table."""
     view, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
@@ -148,14 +150,14 @@ def _resample_kernel(
         green_half, blue_half = red_half, red_half
         for column_block in range(column_begin, column_end, SOURCE_COLUMNS):
             columns = column_block + tl.arange(0, SOURCE_COLUMNS)
-            across = _taps(columns[:, None], out_columns[None, :], column_origin, column_step, num_columns)
+            across = _taps(columns[:, None], out_columns[None, :], column_origin, column_step, num_columns, BILINEAR)
             column_sums += tl.sum(across.to(tl.float32), 0)
             inside = (rows < row_end)[:, None] & (columns < column_end)[None, :]
             reds, greens, blues = load_channels(red_corner + rows[:, None] * width + columns[None, :], plane, inside)
             red_half = tl.dot(reds.to(tl.float16), across, red_half)
             green_half = tl.dot(greens.to(tl.float16), across, green_half)
             blue_half = tl.dot(blues.to(tl.float16), across, blue_half)
-        down = _taps(rows[None, :], out_rows[:, None], row_origin, row_step, num_rows)
+        down = _taps(rows[None, :], out_rows[:, None], row_origin, row_step, num_rows, BILINEAR)
         row_sums += tl.sum(down.to(tl.float32), 1)
         scale = 1 / (255 * tl.maximum(column_sums, 1e-6)[None, :])  # sums are near max(1, step); those of columns beyond the view may be 0
         red = tl.dot(down, clipped(red_half * scale).to(tl.float16), red)

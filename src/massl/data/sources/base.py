@@ -56,6 +56,10 @@ class ImageSource(Protocol):
         """The key alone, without reading pixels."""
         ...
 
+    def fingerprint(self) -> str:
+        """Digest that changes whenever an image, its place or its label does: features kept under it are never stale."""
+        ...
+
 
 def split_query(location: str) -> tuple[str, dict[str, str]]:
     """'photos?labels=none' -> ('photos', {'labels': 'none'}). Nothing is percent-decoded: paths stay as the user typed them."""

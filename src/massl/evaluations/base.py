@@ -1,0 +1,107 @@
+"""What an evaluation takes and gives. Scorers are pure functions on tensors; a protocol joins them to features and names the numbers."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from massl.config import MasslError, Settings
+from massl.data.sources.base import DataError, ImageSource
+
+
+class EvaluationError(MasslError, ValueError):
+    """An evaluation cannot be done as asked; the message says what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One number of a protocol."""
+
+    data: str  # "ImageNet", "Pets", or the URI a user gave
+    setting: str  # what distinguishes it from the protocol's other numbers: "k=20", "medium", "only_fg"
+    metric: str  # "top1", "mAP", "NMI" ...
+    value: float  # accuracies and scores in percent
+    num_samples: int  # over how many test images or queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationData:
+    """The images of one evaluation. Which parts a protocol needs, its entry in the table of protocols says."""
+
+    name: str
+    train: ImageSource | None = None
+    test: ImageSource | None = None
+    validation: ImageSource | None = None  # for choosing rates honestly; without it part of `train` is held out
+    folder: Path | None = None  # for protocols with a layout of their own: retrieval, copy detection, ImageNet-9
+    output: Path  # where heads and figures may be left
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledFeatures:
+    """Features of a source, in its order."""
+
+    rows: Tensor  # [N, D] float32 on the CPU
+    labels: Tensor  # [N] int64 on the CPU, -1 where unlabelled
+    name: str  # the source's, for messages
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, indices: Tensor) -> "LabelledFeatures":
+        return LabelledFeatures(rows=self.rows[indices], labels=self.labels[indices], name=self.name)
+
+
+def require_labels(features: LabelledFeatures) -> None:
+    """All images labelled, or an error that says how many are not."""
+    num_unlabelled = int((features.labels < 0).sum())
+    if num_unlabelled:
+        raise DataError(
+            f"{num_unlabelled} of {len(features)} images of {features.name} have no label; "
+            "this protocol needs class folders or a labelled set"
+        )
+
+
+def require_same_classes(train: ImageSource, test: ImageSource) -> int:
+    """The number of classes, provided that both sources number the same ones."""
+    for source in (train, test):
+        if source.class_names is None:
+            raise DataError(f"{source.name} has no labels; this protocol needs class folders or a labelled set")
+    assert train.class_names is not None
+    assert test.class_names is not None
+    if len(train.class_names) != len(test.class_names):
+        raise DataError(
+            f"{train.name} has {len(train.class_names)} classes, {test.name} has {len(test.class_names)}; both must have the same ones"
+        )
+    if train.class_names != test.class_names:
+        first = next(pair for pair in zip(train.class_names, test.class_names, strict=True) if pair[0] != pair[1])
+        raise DataError(f"class names of {train.name} and {test.name} differ: {first[0]!r} stands against {first[1]!r}")
+    return len(train.class_names)
+
+
+def require_every_class(labels: Tensor, num_classes: int, *, name: str) -> None:
+    """At least one image of every class, or an error that names the empty ones."""
+    empty = (torch.bincount(labels, minlength=num_classes) == 0).nonzero().flatten().tolist()
+    if empty:
+        shown = ", ".join(map(str, empty[:5])) + (" ..." if len(empty) > 5 else "")
+        raise DataError(f"{name} has no image of {len(empty)} of its {num_classes} classes ({shown}); add some or drop the classes")
+
+
+def require_finite(rows: Tensor, *, name: str) -> None:
+    if not bool(rows.isfinite().all()):
+        raise EvaluationError(f"features of {name} are not finite: the weights are damaged, or {rows.dtype} is too narrow for them")
+
+
+ProtocolFunction = Callable[[Any, EvaluationData, Any], Iterator[Measurement]]  # (Extractor, data, settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProtocolEntry:
+    """A row of the table of protocols."""
+
+    measure: ProtocolFunction
+    settings_type: type[Settings]
+    needs: tuple[str, ...]  # fields of EvaluationData that must be given: "train", "test", "folder"
+    summary: str

@@ -1,0 +1,183 @@
+"""Features once: images stream through the backbone, and the result is kept under a key of weights, data, view, feature and precision.
+
+A stale cache is impossible: whatever decides a feature is part of the key under which it is kept, down to the time each image file was
+last changed. Long extractions are kept in parts, so that one that is stopped continues where it was.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import safetensors.torch
+import torch
+from pydantic import Field
+from safetensors import SafetensorError
+from torch import Tensor
+
+from massl import distributed
+from massl.config import Settings, closest
+from massl.data.evaluation_views import EvaluationView, view_key
+from massl.data.gpu_decode import jpeg_decoder
+from massl.data.loader import ImageBatch, Loader
+from massl.data.sources.base import DataError, ImageSource
+from massl.evaluations.base import EvaluationError, LabelledFeatures, require_finite
+from massl.evaluations.readers import FEATURES, read_feature
+from massl.ops.image_ops import normalise
+from massl.weights.models import LoadedModel
+
+_FORMAT = 1  # raise when the same key would give other features
+_PART_SIZE = 65_536  # images kept together: what is lost when an extraction is stopped
+_MAX_SIDE = 1 << 15  # evaluations take images as they are
+
+
+class ExtractionSettings(Settings):
+    """How images go through the backbone."""
+
+    precision: Literal["fp32", "bf16"] = Field(
+        "fp32", description="fp32: as published; bf16: several times as fast on a GPU, cosine > 0.999"
+    )
+    batch_size: int = Field(256, gt=0, description="images taken through the backbone at once")
+    num_workers: int = Field(4, ge=0, description="threads or processes that read and decode images")
+    worker_kind: Literal["threads", "processes"] = Field(
+        "threads", description="what the workers are; processes: photographs on many cores"
+    )
+    decoder: Literal["cpu", "gpu"] = Field(
+        "cpu", description="what decodes plain JPEGs; gpu: nvJPEG, whose pixels differ by about a grey level"
+    )
+
+
+class ViewedBatch(NamedTuple):
+    """Images as the network sees them."""
+
+    groups: list[Tensor]  # of [b, 3, H, W], normalised, on the device; one group where all have one size
+    indices: Tensor  # [B] their numbers in the source
+    labels: Tensor  # [B] on the CPU
+
+
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extractor:
+    """A model on its device, and where features of it are kept. Under torchrun every process takes its share, and all receive all."""
+
+    model: LoadedModel
+    settings: ExtractionSettings
+    device: torch.device
+    cache: Path | None  # folder of kept features; None: nothing is kept
+    feature: str | None = None  # read this instead of what the protocol names
+    progress: Progress = lambda what, done, total: None
+
+    def features(self, source: ImageSource, *, view: EvaluationView, feature: str) -> LabelledFeatures:
+        """Features of all images of a source, in its order."""
+        wanted = self.chosen_feature(feature)
+        key = self.cache_key(source, view, wanted)
+        parts = []
+        for begin in range(0, len(source), _PART_SIZE):
+            indices = torch.arange(begin, min(begin + _PART_SIZE, len(source)))
+            rows = self._kept(key, begin, num_rows=len(indices))
+            if rows is None:
+                rows = self._extract(source, indices, view, wanted)
+                require_finite(rows, name=source.name)
+                self._keep(key, begin, rows)
+            parts.append(rows)
+        labels = [source.label_of(index) for index in range(len(source))]
+        return LabelledFeatures(
+            rows=torch.cat(parts), labels=torch.tensor([-1 if label is None else label for label in labels]), name=source.name
+        )
+
+    def chosen_feature(self, feature: str) -> str:
+        """The feature a protocol names, unless the user chose another."""
+        chosen = self.feature or feature
+        if chosen not in FEATURES:
+            raise EvaluationError(f"there is no feature {chosen!r}.{closest(chosen, FEATURES)} Known: {', '.join(FEATURES)}")
+        return chosen
+
+    @torch.inference_mode()
+    def read(self, groups: list[Tensor], feature: str) -> Tensor:  # groups of normalised [b, 3, H, W] -> [B, D] float32
+        """Features of views that are already on the device."""
+        return torch.cat([read_feature(self.model.backbone, group, feature, precision=self.settings.precision) for group in groups])
+
+    def views(self, source: ImageSource, chunks: list[Tensor], *, view: EvaluationView) -> Iterator[ViewedBatch]:
+        """Batches of images in the order of `chunks`, read ahead; an image that cannot be read stops the work."""
+        loader = Loader(
+            source,
+            order_at=lambda number: chunks[number % len(chunks)],  # read-ahead may ask beyond the last
+            seed=0,
+            num_workers=self.settings.num_workers,
+            worker_kind=self.settings.worker_kind,
+            max_side=_MAX_SIDE,
+            device=self.device,
+            batch_decoder=jpeg_decoder(self.settings.decoder, self.device),
+            on_skip=_refuse,
+        )
+        try:
+            for number in range(len(chunks)):
+                batch = loader.at(number).to(self.device)
+                yield ViewedBatch(self._normalised(batch, view), batch.indices, batch.labels)
+        finally:
+            loader.close()
+
+    def _normalised(self, batch: ImageBatch, view: EvaluationView) -> list[Tensor]:
+        return [normalise(group, self.model.mean, self.model.std) for group in view.apply(batch.images, batch.indices)]
+
+    def _extract(self, source: ImageSource, indices: Tensor, view: EvaluationView, feature: str) -> Tensor:  # -> [len(indices), D]
+        share = -(-len(indices) // distributed.world_size())
+        positions = (distributed.rank() * share + torch.arange(share)) % len(indices)  # the last rank may repeat the first images
+        chunks = list(torch.split(indices[positions], self.settings.batch_size))
+        rows, num_done = [], 0
+        for batch in self.views(source, chunks, view=view):
+            rows.append(self.read(batch.groups, feature))
+            num_done += len(batch.indices)
+            self.progress(f"features of {source.name}", int(indices[0]) + num_done * distributed.world_size(), len(source))
+        return distributed.gather_rows(torch.cat(rows))[: len(indices)].cpu()
+
+    # ---- cache -----------------------------------------------------------------------------------------------------------------------
+
+    def cache_key(self, source: ImageSource, view: EvaluationView, feature: str) -> str:
+        """Digest of all that decides the features."""
+        parts = {
+            "format": _FORMAT,
+            "weights": self.model.fingerprint,
+            "normalisation": [self.model.mean, self.model.std],
+            "data": source.fingerprint(),
+            "view": view_key(view),
+            "feature": feature,
+            "precision": self.settings.precision,
+            "decoder": self.settings.decoder,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def _file(self, key: str, begin: int) -> Path:
+        assert self.cache is not None
+        return self.cache / key / f"{begin:09d}.safetensors"
+
+    def _kept(self, key: str, begin: int, *, num_rows: int) -> Tensor | None:
+        if self.cache is None:
+            return None
+        path = self._file(key, begin)
+        if distributed.largest_over_ranks(int(not path.is_file()), self.device):  # missing for one process: all compute it
+            return None
+        try:
+            rows = safetensors.torch.load_file(path)["rows"]
+        except (SafetensorError, OSError, KeyError) as error:
+            raise EvaluationError(f"{path} is damaged ({error}); delete it, and it will be computed again") from None
+        if len(rows) != num_rows:
+            raise EvaluationError(f"{path} holds {len(rows)} features instead of {num_rows}; delete it, and it will be computed again")
+        return rows
+
+    def _keep(self, key: str, begin: int, rows: Tensor) -> None:
+        if self.cache is not None and distributed.is_main():
+            path = self._file(key, begin)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(".unfinished")
+            safetensors.torch.save_file({"rows": rows.contiguous()}, unfinished)
+            unfinished.replace(path)  # whole or not at all
+        distributed.barrier()
+
+
+def _refuse(message: str) -> None:
+    raise DataError(f"an image cannot be read: {message}; repair or remove it")
