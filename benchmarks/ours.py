@@ -12,14 +12,19 @@ from shapes import ViewShapes
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from massl.data.evaluation_views import CentreView
 from massl.data.gpu_decode import jpeg_decoder
 from massl.data.loader import ImageBatch, Loader
 from massl.data.order import EpochOrder
 from massl.data.sources import open_source
 from massl.data.views import ViewBatch, ViewSettings
+from massl.evaluations.readers import read_feature
 from massl.methods.massl import MaSSL, MaSSLSettings
-from massl.nn.backbone import BackboneSettings
+from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.memory import MemoryBank, MemorySettings
+from massl.ops.image_ops import RaggedImages, normalise
+from massl.ops.kmeans import spherical_kmeans
+from massl.ops.linear_heads import matrix_products, new_heads, sgd_step_
 from massl.ops.memory_attention import memory_loss
 from massl.ops.neighbours import cosine_topk
 from massl.training.environment import describe_environment
@@ -204,3 +209,55 @@ def environment(device: torch.device) -> dict[str, object]:
     """Card, versions and commit."""
     found = describe_environment(device)
     return {"device": found["device"], "torch": torch.__version__, "python": found["python"], "massl commit": found["massl_commit"]}
+
+
+# ---- evaluations -----------------------------------------------------------------------------------------------------------------------
+
+
+def evaluated_backbone(model: str, *, device: torch.device) -> Backbone:
+    """Random weights of the size that trained ones have: freshly initialised blocks barely change the stream."""
+    backbone = build_backbone(BackboneSettings(name=model), seed=_SEED).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(_SEED)
+    for parameter in backbone.parameters():
+        parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return backbone.to(device)
+
+
+def features(backbone: Backbone, views: Tensor, feature: str, precision: Literal["fp32", "bf16"]) -> Tensor:  # [B, 3, H, W] -> [B, D]
+    with torch.inference_mode():
+        return read_feature(backbone, views, feature, precision=precision)
+
+
+def centre_views(images: RaggedImages, *, size: int) -> Tensor:  # -> [B, 3, size, size], normalised
+    settings = ViewSettings()
+    (views,) = CentreView(size=size).apply(images, torch.arange(len(images)))
+    return normalise(views, settings.mean, settings.std)
+
+
+def stored_images(num_images: int, *, height: int, width: int, device: torch.device) -> RaggedImages:
+    generator = torch.Generator(device).manual_seed(_SEED)
+    num_pixels = 3 * height * width
+    return RaggedImages(
+        pixels=torch.randint(0, 256, (num_images * num_pixels,), dtype=torch.uint8, device=device, generator=generator),
+        offsets=torch.arange(num_images) * num_pixels,
+        sizes=torch.tensor([height, width]).expand(num_images, 2).contiguous(),
+    )
+
+
+def probe_step(num_heads: int, *, num_classes: int, dim: int, allow_tf32: bool, device: torch.device) -> Callable[[Tensor, Tensor], None]:
+    """One SGD step of `num_heads` linear classifiers on a batch of features and labels."""
+    heads = new_heads(0.01 * torch.randn(num_heads, num_classes, dim, generator=torch.Generator().manual_seed(_SEED)).to(device))
+    rates = torch.logspace(-4, 0, num_heads, device=device)
+
+    def step(rows: Tensor, labels: Tensor) -> None:
+        with matrix_products(allow_tf32=allow_tf32):
+            sgd_step_(heads, rows, labels, rates=rates)
+
+    return step
+
+
+def clusters(rows: Tensor, *, num_clusters: int, num_iterations: int, num_restarts: int) -> float:
+    """k-means; the objective it reaches."""
+    return spherical_kmeans(
+        rows, num_clusters=num_clusters, num_iterations=num_iterations, num_restarts=num_restarts, key=("benchmark", _SEED)
+    ).objectives[-1]

@@ -2,18 +2,26 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
 
 import tyro
 from pydantic import Field, ValidationError
 
+from massl.commands.embed import EmbedSettings, run_embedding
+from massl.commands.evaluate import run_evaluation
+from massl.commands.evaluation_settings import EvaluateSettings
 from massl.commands.pretrain import pretrain
 from massl.commands.recipe import PretrainRecipe, load_recipe, recipe_header, shipped_recipes
-from massl.config import MasslError, RecipeError, explain
+from massl.commands.visualize import VisualizeSettings, run_visualization
+from massl.config import MasslError, RecipeError, Settings, explain
 
 _USAGE = """usage: massl COMMAND [options]
 
-  pretrain   learn features from unlabelled images
-  recipes    list the recipes that come with massl
+  pretrain    learn features from unlabelled images
+  evaluate    judge a model by the paper's protocols
+  embed       write a model's features of your images to a file
+  visualize   draw attention maps, correspondences or nearest neighbours
+  recipes     list the recipes that come with massl
 
 massl COMMAND --help explains a command's options."""
 
@@ -66,6 +74,80 @@ def _value_of(option: str, arguments: Sequence[str]) -> str | None:
     return None
 
 
+_MODEL = "a run of massl (its folder), a weights file (massl, DINO, iBOT, MaSSL, MoCo-v3, MAE, DeiT, timm) or a timm model name"
+
+_EVALUATE_HELP = """Judge a model by the paper's protocols.
+
+massl evaluate runs/a --protocol knn logreg --train demo:train --test demo:test --output results
+massl evaluate runs/a --protocol knn --data CIFAR-10 Pets --data_root DATA --output results
+massl evaluate runs/a --suite paper --data_root DATA --output results
+
+Features are computed once and kept; the same command again measures only what is not there yet. Numbers go to OUTPUT/results.jsonl, a
+table with the paper's figures beside them to the screen and OUTPUT/results.md. Several GPUs: torchrun --nproc-per-node 4 -m massl ..."""
+
+_EMBED_HELP = """Write a model's features of your images to a file.
+
+massl embed runs/a --data photos/ --out features.parquet"""
+
+_VISUALIZE_HELP = """Draw what a model sees, as the paper shows it.
+
+massl visualize runs/a attention --data photos/ --out figures"""
+
+
+class _EvaluateArguments(EvaluateSettings):
+    model: tyro.conf.Positional[str] = Field(description=_MODEL)
+
+
+class _EmbedArguments(EmbedSettings):
+    model: tyro.conf.Positional[str] = Field(description=_MODEL)
+
+
+class _VisualizeArguments(VisualizeSettings):
+    model: tyro.conf.Positional[str] = Field(description=_MODEL)
+    kind: tyro.conf.Positional[Literal["attention", "correspondence", "neighbours"]] = Field(description="what is drawn")
+
+
+Arguments = TypeVar("Arguments", bound=Settings)
+
+
+def _parse(arguments_type: type[Arguments], command: str, description: str, arguments: Sequence[str]) -> Arguments:
+    config = (tyro.conf.FlagConversionOff,)
+    return tyro.cli(
+        arguments_type, prog=f"massl {command}", description=description, args=list(arguments), use_underscores=True, config=config
+    )
+
+
+def parse_evaluate(arguments: Sequence[str]) -> tuple[str, EvaluateSettings]:
+    parsed = _parse(_EvaluateArguments, "evaluate", _EVALUATE_HELP, arguments)
+    return parsed.model, parsed
+
+
+def parse_embed(arguments: Sequence[str]) -> tuple[str, EmbedSettings]:
+    parsed = _parse(_EmbedArguments, "embed", _EMBED_HELP, arguments)
+    return parsed.model, parsed
+
+
+def parse_visualize(arguments: Sequence[str]) -> tuple[str, str, VisualizeSettings]:
+    parsed = _parse(_VisualizeArguments, "visualize", _VISUALIZE_HELP, arguments)
+    return parsed.model, parsed.kind, parsed
+
+
+def _evaluate(arguments: Sequence[str]) -> int:
+    result = run_evaluation(*parse_evaluate(arguments))
+    return 1 if result.failed else 0
+
+
+def _embed(arguments: Sequence[str]) -> int:
+    run_embedding(*parse_embed(arguments))
+    return 0
+
+
+def _visualize(arguments: Sequence[str]) -> int:
+    for path in run_visualization(*parse_visualize(arguments)):
+        print(path)
+    return 0
+
+
 def _recipes(arguments: Sequence[str]) -> int:
     if arguments:
         print("usage: massl recipes\n\nLists the recipes that come with massl: name, then command, hardware and expected result.")
@@ -75,7 +157,13 @@ def _recipes(arguments: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"pretrain": _pretrain, "recipes": _recipes}
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "pretrain": _pretrain,
+    "evaluate": _evaluate,
+    "embed": _embed,
+    "visualize": _visualize,
+    "recipes": _recipes,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,5 +188,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"massl: error: {error}. What was saved so far is intact; the same command continues.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("massl: interrupted before a checkpoint was due", file=sys.stderr)
+        print("massl: interrupted; what was saved so far is intact", file=sys.stderr)
         return 130

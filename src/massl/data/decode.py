@@ -1,4 +1,4 @@
-"""From a stored image to pixels: whatever the file holds becomes upright 8-bit RGB.
+"""From a stored image to pixels: whatever the file holds becomes 8-bit RGB, upright unless its source wants it as stored.
 
 Plain JPEGs are decoded by torchvision, all else by Pillow. The pixels do not depend on which of them decodes: the two are compared at the
 first image, and where they differ (builds with other JPEG libraries) Pillow decodes everything. Torchvision is there for its speed among
@@ -51,14 +51,16 @@ class UnreadableImage(Exception):
 
 def decode(image: EncodedImage, *, max_side: int) -> Tensor:  # -> [3, H, W] uint8, in memory [3, H, W] or [H, W, 3]
     """The image in RGB, transparent parts on white; a longer side above `max_side` is reduced to it."""
-    data = image.data
-    pixels = _decode_plain_jpeg(data, max_side) if isinstance(data, bytes) else None
-    return _decode_with_pillow(data, max_side) if pixels is None else pixels
+    data, turn_upright = image.data, image.turn_upright
+    pixels = _decode_plain_jpeg(data, max_side, turn_upright) if isinstance(data, bytes) else None
+    return _decode_with_pillow(data, max_side, turn_upright) if pixels is None else pixels
 
 
-def is_plain_jpeg(data: bytes, *, max_side: int, for_gpu: bool = False) -> bool:
+def is_plain_jpeg(data: bytes, *, max_side: int, for_gpu: bool = False, turn_upright: bool = True) -> bool:
     """Whether any JPEG decoder gives this image as it is wanted: nothing to turn, reduce, refuse or convert."""
     header = read_jpeg_header(data)
+    if header is not None and not turn_upright:
+        header = header._replace(orientation=1)  # whatever it says
     if header is None or not header.is_plain or (for_gpu and not (header.is_baseline and header.is_ycbcr)):
         return False
     return max(header.height, header.width) <= max_side and header.height * header.width <= MAX_PIXELS
@@ -69,9 +71,9 @@ def as_tensor(data: bytes) -> Tensor:  # -> [num_bytes] uint8
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _decode_plain_jpeg(data: bytes, max_side: int) -> Tensor | None:
+def _decode_plain_jpeg(data: bytes, max_side: int, turn_upright: bool = True) -> Tensor | None:
     """The fast path; None where it does not apply or fails: Pillow then decides whether the file is damaged, and says how."""
-    if not is_plain_jpeg(data, max_side=max_side):
+    if not is_plain_jpeg(data, max_side=max_side, turn_upright=turn_upright):
         return None
     decode_jpeg = _fast_jpeg_decoder()
     try:
@@ -121,9 +123,9 @@ def _trial_jpegs() -> list[bytes]:
     return [buffer.getvalue() for buffer in buffers]
 
 
-def _decode_with_pillow(data: bytes | Pixels, max_side: int) -> Tensor:  # -> [3, H, W] uint8
+def _decode_with_pillow(data: bytes | Pixels, max_side: int, turn_upright: bool = True) -> Tensor:  # -> [3, H, W] uint8
     try:
-        picture = _open_upright(data, max_side) if isinstance(data, bytes) else _reduced(Image.fromarray(data), max_side)
+        picture = _open(data, max_side, turn_upright) if isinstance(data, bytes) else _reduced(Image.fromarray(data), max_side)
         bands = picture.split()  # splitting in Pillow is twice as fast as transposing [H, W, 3] in numpy
         return torch.from_numpy(np.stack([np.asarray(band) for band in bands * (3 // len(bands))]))
     except UnreadableImage:
@@ -136,7 +138,7 @@ def _decode_with_pillow(data: bytes | Pixels, max_side: int) -> Tensor:  # -> [3
         raise UnreadableImage(f"{type(error).__name__}: {error}") from None
 
 
-def _open_upright(data: bytes, max_side: int) -> Image.Image:
+def _open(data: bytes, max_side: int, turn_upright: bool) -> Image.Image:
     with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
         width, height = picture.size  # from the header: nothing is decoded yet
         if width * height > MAX_PIXELS:
@@ -145,9 +147,9 @@ def _open_upright(data: bytes, max_side: int) -> Image.Image:
             scale = max_side / max(width, height)
             picture.draft(None, (max(1, round(width * scale)), max(1, round(height * scale))))  # JPEG decodes at 1/2, 1/4 or 1/8
         picture.load()
-        upright = _TURN_UPRIGHT.get(_orientation(picture))
+        turn = _TURN_UPRIGHT.get(_orientation(picture)) if turn_upright else None
         reduced = _reduced(_as_rgb(picture), max_side)
-        return reduced if upright is None else reduced.transpose(upright)
+        return reduced if turn is None else reduced.transpose(turn)
 
 
 def _orientation(picture: Image.Image) -> int:

@@ -106,8 +106,7 @@ def _picture(images: RaggedImages, number: int) -> Tensor:  # -> uint8 [3, H, W]
 def whole_patches(size: int, patch: int | None, *, option: str) -> int:
     """The size, or an error if it is not a multiple of the patch."""
     if patch is not None and size % patch:
-        raise DataError(
-            f"{option} {size} is no multiple of the model's patch of {patch} px; choose {size // patch * patch or patch} or "
-            f"{(size // patch + 1) * patch}"
-        )
+        below = size // patch * patch
+        choices = f"{below} or {below + patch}" if below > 0 else f"{patch}"
+        raise DataError(f"{option} {size} is no multiple of the model's patch of {patch} px; choose {choices}")
     return size

@@ -7,7 +7,7 @@ neither the kind and number of workers, the cache nor a restart changes it.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from massl.data.cache import ImageCache
-from massl.data.decode import UnreadableImage
 from massl.data.gpu_decode import JpegDecoder
 from massl.data.packing import pack, pack_equal, side_stream
 from massl.data.reading import ImageReader, ReadabilityRecord, Reading, ReadResult, Tried, label_number
-from massl.data.sources.base import DataError, ImageSource
+from massl.data.sources.base import ImageSource
 from massl.data.worker_processes import WorkerProcesses
 from massl.ops.image_ops import RaggedImages
 
@@ -203,20 +202,3 @@ class Loader:
             self._processes.close()
         self._assemblers.shutdown()
         self._pending.clear()  # batches, and errors whose tracebacks hold images in shared memory
-
-
-def read_images(source: ImageSource, indices: Tensor, *, num_workers: int, max_side: int) -> ImageBatch:
-    """Exactly these images, for probes and evaluations: an unreadable one stops the work instead of being replaced."""
-    batch = _cut_out(source, indices, max_side=max_side, device=None, pin=False)
-    if batch is not None:
-        return batch
-    reader = ImageReader(source, seed=0, max_side=max_side)
-
-    def read(index: int) -> Reading:
-        try:
-            return reader.read(index)
-        except UnreadableImage as error:
-            raise DataError(f"{source.key_of(index)} in {source.name} cannot be read: {error}; repair or remove it") from None
-
-    with ThreadPoolExecutor(num_workers) if num_workers > 0 else nullcontext() as pool:
-        return _batch_of(_in_order(read, indices.tolist(), pool), indices, device=None, pin=False)

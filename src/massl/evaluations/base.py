@@ -97,7 +97,7 @@ def require_finite(rows: Tensor, *, name: str) -> None:
 ProtocolFunction = Callable[[Any, EvaluationData, Any], Iterator[Measurement]]  # (Extractor, data, settings)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ProtocolEntry:
     """A row of the table of protocols."""
 

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from massl.nn.backbone import Backbone, Tokens
+from massl.nn.plain_transformer import why_not_fused
 from massl.nn.readout import last_layers, require_class_token
 
 _SCALES = (1.0, 2**-0.5, 0.5)  # of retrieval's three passes
@@ -61,11 +63,31 @@ def read_feature(backbone: Backbone, images: Tensor, name: str, *, precision: Li
             return torch.stack([_class_token(backbone, _rescaled(images, scale)) for scale in _SCALES]).mean(dim=0)
         if name in ("cls", "pooled"):
             return _class_token(backbone, images)
-        return feature.combine(last_layers(backbone, images, num_layers=feature.num_layers)).float()
+        return feature.combine(_layers(backbone, images, feature.num_layers)).float()
+
+
+def _is_fused(backbone: Backbone, images: Tensor) -> bool:
+    """Whether 16-bit kernels of ours know the model; elsewhere autocast runs timm's own modules."""
+    return images.is_cuda and torch.is_autocast_enabled("cuda") and why_not_fused(backbone.model) is None
 
 
 def _class_token(backbone: Backbone, images: Tensor) -> Tensor:  # -> [B, D] float32
-    return backbone.pooled([images]).float()
+    if not _is_fused(backbone, images):
+        return backbone.pooled([images]).float()
+    from massl.nn.fused_inference import class_token  # here: Triton comes with PyTorch for GPUs only
+
+    assert isinstance(backbone.model, VisionTransformer)
+    return class_token(backbone.model, images, dtype=torch.bfloat16)
+
+
+def _layers(backbone: Backbone, images: Tensor, num_layers: int) -> list[Tokens]:
+    if not _is_fused(backbone, images):
+        return last_layers(backbone, images, num_layers=num_layers)
+    from massl.nn.fused_inference import token_layers  # here: Triton comes with PyTorch for GPUs only
+
+    assert isinstance(backbone.model, VisionTransformer)
+    layers = token_layers(backbone.model, images, num_layers=num_layers, dtype=torch.bfloat16)
+    return [Tokens(pooled=layer[:, 0].float(), patches=layer[:, backbone.model.num_prefix_tokens :].float()) for layer in layers]
 
 
 def _rescaled(images: Tensor, scale: float) -> Tensor:

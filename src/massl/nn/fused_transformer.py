@@ -30,15 +30,15 @@ def class_features(
 
     `dtype` is that of the products, `stream_dtype` that of the residual stream between blocks.
     """
-    tokens, runs = _packed_tokens(model, view_groups, dtype, stream_dtype)
+    tokens, runs = packed_tokens(model, view_groups, dtype, stream_dtype)
     token_scales = None if scales is None else _per_token(scales, runs)
     blocks: list[PlainBlock] = list(model.blocks)
-    operands = _operands(blocks[:-1], dtype)
+    operands = operands_of(blocks[:-1], dtype)
     stream = Stream(tokens)
     for block, block_operands in zip(blocks[:-1], operands, strict=True):
         stream = transformer_block(
             stream,
-            _weights(block),
+            weights_of(block),
             block_operands,
             attention_scale=_scale_of(block.drop_path1, token_scales),
             branch_scale=_scale_of(block.drop_path2, token_scales),
@@ -47,10 +47,10 @@ def class_features(
             epsilons=(block.norm1.eps, block.norm2.eps),
             memory_lean=memory_lean,
         )
-    return model.norm(_last_block(blocks[-1], stream, scales, runs, dtype))  # type: ignore[no-any-return]
+    return model.norm(class_token_after_last_block(blocks[-1], stream, scales, runs, dtype))  # type: ignore[no-any-return]
 
 
-def _packed_tokens(
+def packed_tokens(
     model: VisionTransformer, view_groups: list[Tensor], dtype: torch.dtype, stream_dtype: torch.dtype
 ) -> tuple[Tensor, list[Run]]:  # groups of [R_i, 3, H_i, W_i] -> [T, D]
     """Patch embedding as a matrix product: patches do not overlap, and a convolution of this shape is slow to differentiate."""
@@ -66,7 +66,9 @@ def _packed_tokens(
     return pack_tokens(patches, tables, model.num_prefix_tokens, stream_dtype), runs
 
 
-def _last_block(block: PlainBlock, stream: Stream, scales: Tensor | None, runs: list[Run], dtype: torch.dtype) -> Tensor:  # -> [R, D]
+def class_token_after_last_block(
+    block: PlainBlock, stream: Stream, scales: Tensor | None, runs: list[Run], dtype: torch.dtype
+) -> Tensor:  # -> [R, D]
     attention = block.attn
     total, normed = settle(stream, block.norm1.weight, block.norm1.bias, epsilon=block.norm1.eps, dtype=dtype)
     width = attention.num_heads * attention.head_dim
@@ -97,7 +99,7 @@ def _scaled(drop_path: nn.Module, branch: Tensor, scales: Tensor | None) -> Tens
     return branch * scales[drop_path.layer][:, None] if scales is not None and isinstance(drop_path, KeyedDropPath) else branch
 
 
-def _weights(block: PlainBlock) -> BlockWeights:
+def weights_of(block: PlainBlock) -> BlockWeights:
     attention, mlp = block.attn, block.mlp
     return BlockWeights(
         block.norm1.weight,
@@ -116,9 +118,9 @@ def _weights(block: PlainBlock) -> BlockWeights:
 
 
 @torch.no_grad()
-def _operands(blocks: list[PlainBlock], dtype: torch.dtype) -> list[Operands]:
+def operands_of(blocks: list[PlainBlock], dtype: torch.dtype) -> list[Operands]:
     """Weights in the precision of the products, all cast together: one launch for hundreds of tensors instead of one each."""
-    sources = [getattr(_weights(block), name) for block in blocks for name in Operands._fields]
+    sources = [getattr(weights_of(block), name) for block in blocks for name in Operands._fields]
     cast = [torch.empty_like(source, dtype=dtype) for source in sources]
     torch._foreach_copy_(cast, sources)
     num = len(Operands._fields)

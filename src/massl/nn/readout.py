@@ -34,6 +34,16 @@ def require_class_token(backbone: Backbone, *, purpose: str) -> VisionTransforme
     return model
 
 
+def require_patches(backbone: Backbone, *, purpose: str) -> int:
+    """Side of a patch in pixels, or an error that names what asked for patches."""
+    side = patch_size(backbone)
+    if side is None:
+        raise UnsuitableModel(
+            f"{purpose} needs patch tokens, which {backbone.timm_arguments['model_name']} does not have; choose a vision transformer"
+        )
+    return side
+
+
 def last_layers(backbone: Backbone, images: Tensor, *, num_layers: int) -> list[Tokens]:  # [B, 3, H, W]
     """Tokens after each of the last `num_layers` blocks, oldest first, each through the final norm as DINO and iBOT read them.
 
@@ -70,10 +80,12 @@ def class_attention(backbone: Backbone, images: Tensor) -> Tensor:  # [B, 3, H, 
 
     The rows do not sum to 1: what the class token gives to itself (and to registers) is missing.
     """
-    model = require_class_token(backbone, purpose="an attention map")
+    model, name = backbone.model, backbone.timm_arguments["model_name"]
+    if not isinstance(model, VisionTransformer) or model.cls_token is None:
+        raise UnsuitableModel(f"an attention map shows what the class token looks at, and {name} has none; choose a transformer with one")
     block: PlainBlock = model.blocks[-1]
     if not has_plain_attention(block):
-        raise UnsuitableModel(f"the attention of {backbone.timm_arguments['model_name']} is not timm's plain one; its maps cannot be read")
+        raise UnsuitableModel(f"the attention of {name} is not timm's plain one, and its maps cannot be read; choose a plain transformer")
     tokens = embed_images(model, images)
     for earlier in model.blocks[:-1]:
         tokens = earlier(tokens)
@@ -81,9 +93,9 @@ def class_attention(backbone: Backbone, images: Tensor) -> Tensor:  # [B, 3, H, 
     num_images, num_tokens, _ = tokens.shape
     qkv = attention.qkv(block.norm1(tokens)).view(num_images, num_tokens, 3, attention.num_heads, attention.head_dim)
     query, key = qkv[:, 0, 0].float(), qkv[:, :, 1].float()  # [B, heads, d], [B, tokens, heads, d]
-    logits = torch.einsum("bhd,bthd->bht", query, key) * attention.head_dim**-0.5
-    side = patch_size(backbone)
-    assert side is not None
+    with torch.autocast(images.device.type, enabled=False):  # float32 even where the network runs in bfloat16
+        logits = torch.einsum("bhd,bthd->bht", query, key) * attention.head_dim**-0.5
+    side = require_patches(backbone, purpose="an attention map")
     grid = (images.shape[2] // side, images.shape[3] // side)
     maps: Tensor = logits.softmax(dim=-1)[:, :, model.num_prefix_tokens :].unflatten(-1, grid)
     return maps

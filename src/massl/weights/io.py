@@ -1,13 +1,22 @@
-"""Backbones as files: safetensors with plain timm keys, and all that is needed to build the model in the metadata."""
+"""Backbones as files: safetensors with plain timm keys, and all that is needed to build the model in the metadata.
 
+Files of other projects are read here too, as far as their entries; what the entries mean is said in key_maps.py.
+"""
+
+import argparse
 import json
-from collections.abc import Mapping
+import re
+import warnings
+import zipfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from massl.config import MasslError
 from massl.nn.backbone import create_timm_model
@@ -17,6 +26,16 @@ BACKBONE_FILE = "backbone.safetensors"
 
 class WeightsError(MasslError, ValueError):
     """A weights file is missing or not what it should be; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneContent:
+    """What a file written by massl says about its backbone."""
+
+    tensors: dict[str, Tensor]  # under timm's keys
+    timm_arguments: dict[str, Any]  # what builds the empty model
+    mean: tuple[float, float, float]  # of the images it was trained on
+    std: tuple[float, float, float]
 
 
 def backbone_bytes(model: nn.Module, *, timm_arguments: Mapping[str, Any], mean: tuple[float, ...], std: tuple[float, ...]) -> bytes:
@@ -32,23 +51,91 @@ def load_backbone(run: str | Path) -> nn.Module:
     `model(images)` gives the features; `model.default_cfg` holds the mean and std its images are normalised with. Vision transformers
     accept images of any size that is a multiple of the patch.
     """
+    path = backbone_path(run)
+    content = backbone_content(path, *read_safetensors(path))
+    if content is None:
+        raise WeightsError(f"{path} was not written by massl: it does not say which timm model it belongs to")
+    arguments = dict(content.timm_arguments)
+    if "pos_embed" in content.tensors:
+        arguments["dynamic_img_size"] = True
+    model = create_timm_model(arguments)
+    load_strictly(model, content.tensors, origin=str(path))
+    model.default_cfg.update(mean=content.mean, std=content.std)  # type: ignore[operator, union-attr]
+    return model.eval()
+
+
+def backbone_path(run: str | Path) -> Path:
+    """The backbone file of a run's folder, or the file itself; it exists."""
     path = Path(run).expanduser()
     if path.is_dir():
         path = path / BACKBONE_FILE
     if not path.is_file():
         raise WeightsError(f"{path} does not exist; give the folder of a massl run that has saved a checkpoint, or its {BACKBONE_FILE}")
+    return path
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a .safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-        tensors = safetensors.torch.load_file(path)
+        return safetensors.torch.load_file(path), metadata
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"cannot read {path}: {error}") from error
+
+
+def backbone_content(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> BackboneContent | None:
+    """What massl has written into a file; None where the file is of another origin."""
     if "timm" not in metadata:
-        raise WeightsError(f"{path} was not written by massl: it does not say which timm model it belongs to")
-    arguments = json.loads(metadata["timm"])
-    if "pos_embed" in tensors:
-        arguments["dynamic_img_size"] = True
-    model = create_timm_model(arguments)
-    model.load_state_dict(tensors, strict=True)
-    model.default_cfg.update(mean=tuple(json.loads(metadata["mean"])), std=tuple(json.loads(metadata["std"])))  # type: ignore[operator, union-attr]
-    return model.eval()
+        return None
+    try:
+        timm_arguments, mean, std = (json.loads(metadata[key]) for key in ("timm", "mean", "std"))
+    except (KeyError, ValueError) as error:
+        raise WeightsError(f"the metadata of {path} are damaged ({error!r}); write the file anew") from error
+    return BackboneContent(tensors=tensors, timm_arguments=timm_arguments, mean=tuple(mean), std=tuple(std))
+
+
+def read_pickled(path: Path) -> Any:
+    """What torch.save has written: tensors, plain values and argparse's Namespace only, so that nothing in the file is executed."""
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()  # torch.load does not compare check sums: a block of zeros would load without complaint
+            if damaged is not None:
+                raise OSError(f"{damaged} is damaged")
+        # The full checkpoints of DINO, iBOT and MaSSL hold the Namespace of their command line.
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickle protocols: what cannot be read is refused all the same
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of a file that is no checkpoint torch.load may say anything: KeyError, EOFError, struct.error ...
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        if refused is not None:
+            raise WeightsError(
+                f"{path} holds a Python object ({refused[1]}), and opening it could run foreign code: refused. Save the weights alone, "
+                "torch.save(state_dict, ...) or safetensors, where you trust the file"
+            ) from error
+        reason = next((line for line in reversed(str(error).splitlines()) if line and "documentation of torch.load" not in line), "")
+        raise WeightsError(
+            f"cannot read {path}: {type(error).__name__} {reason}. It is damaged, cut short or no PyTorch checkpoint; fetch it again"
+        ) from error
+
+
+def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], *, origin: str) -> None:
+    """Fill every tensor of the model, or say which cannot be filled and which are left over: nothing stays random by accident."""
+    wanted = model.state_dict()
+    problems = [
+        *_named("missing", wanted.keys() - tensors.keys()),
+        *_named("unexpected", tensors.keys() - wanted.keys()),
+        *(
+            f"{key} has the shape {list(tensors[key].shape)} instead of {list(wanted[key].shape)}"
+            for key in wanted
+            if key in tensors and tensors[key].shape != wanted[key].shape
+        ),
+    ]
+    if problems:
+        raise WeightsError(f"the weights of {origin} do not fit the model: {'; '.join(problems)}")
+    model.load_state_dict(dict(tensors), strict=True)
+
+
+def _named(problem: str, keys: Collection[str]) -> list[str]:
+    return [f"{problem} {', '.join(sorted(keys))}"] if keys else []

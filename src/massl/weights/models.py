@@ -1,15 +1,32 @@
 """A model to evaluate, however the user names it: a run of massl, a weights file, or a timm model."""
 
+import difflib
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import timm
 import torch
+from timm.layers.patch_embed import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from massl.nn.backbone import Backbone
+from massl.nn.backbone import Backbone, create_timm_model
+from massl.weights.io import (
+    BackboneContent,
+    WeightsError,
+    backbone_content,
+    backbone_path,
+    load_strictly,
+    read_pickled,
+    read_safetensors,
+)
+from massl.weights.key_maps import backbone_of, shape_of
+
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,5 +62,141 @@ def model_fingerprint(model: nn.Module, *, arguments: dict[str, object]) -> str:
 
 
 def open_model(name: str | Path, *, num_heads: int | None = None, pretrained: bool | None = None) -> LoadedModel:
-    """The model that `name` stands for."""
-    raise NotImplementedError
+    """The model that `name` stands for: the folder of a massl run, else a weights file (massl's or another project's), else a timm model.
+
+    `num_heads` is for files of other projects, which do not tell it, and timm models. `pretrained` is for timm models: whether to load
+    published weights; by default where the name has a tag that says which, as in `vit_small_patch16_224.dino`.
+    """
+    if num_heads is not None and num_heads < 1:
+        raise WeightsError(f"a model cannot have {num_heads} attention heads; give 1 or more")
+    path = Path(name).expanduser()
+    if not path.exists():
+        return _open_timm(str(name), num_heads=num_heads, pretrained=pretrained)
+    if pretrained is False:
+        raise WeightsError(f"{path} holds weights; random ones (pretrained=False) are had by naming a timm model")
+    file = backbone_path(path)
+    if file.suffix == ".safetensors":
+        tensors, metadata = read_safetensors(file)
+        content = backbone_content(file, tensors, metadata)
+        if content is not None:
+            return _open_own(str(name), path, content, num_heads=num_heads)
+        return _open_foreign(str(name), file, tensors, num_heads=num_heads)
+    return _open_foreign(str(name), file, read_pickled(file), num_heads=num_heads)
+
+
+def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int | None) -> LoadedModel:
+    backbone = _empty_backbone(content.timm_arguments)
+    if num_heads is not None and num_heads != _num_heads(backbone.model):
+        raise WeightsError(f"{path} was written by massl and tells its own number of heads, which is not {num_heads}; leave num_heads out")
+    load_strictly(backbone.model, content.tensors, origin=str(path))
+    origin = f"teacher of {path}" if path.is_dir() else f"backbone {path}"
+    return _loaded(backbone, name=name, origin=origin, mean=content.mean, std=content.std)
+
+
+def _open_foreign(name: str, path: Path, checkpoint: Any, *, num_heads: int | None) -> LoadedModel:
+    found = backbone_of(checkpoint, origin=str(path))
+    shape = shape_of(found, num_heads=num_heads, origin=str(path))
+    backbone = _empty_backbone(shape.timm_arguments())
+    load_strictly(backbone.model, found.tensors, origin=str(path))
+    origin = f"{found.part} {path} ({shape})"
+    if found.is_mocov3 and shape.dim == 384 and num_heads is None:
+        origin += "; MoCo-v3's ViT-S has 12 heads where others have 6"
+    return _loaded(backbone, name=name, origin=origin, mean=_IMAGENET_MEAN, std=_IMAGENET_STD)
+
+
+def _open_timm(name: str, *, num_heads: int | None, pretrained: bool | None) -> LoadedModel:
+    _require_timm_name(name)
+    architecture, _, tag = name.partition(".")
+    arguments: dict[str, Any] = {"model_name": name, "num_classes": 0}
+    if num_heads is not None:
+        arguments["num_heads"] = num_heads
+    backbone = _empty_backbone(arguments)
+    config: Any = backbone.model.default_cfg
+    origin = f"random weights (timm's {name}, seed 0)"
+    if pretrained if pretrained is not None else bool(tag):
+        _load_published(backbone)
+        origin = f"timm weights {architecture}.{config['tag']}"
+    return _loaded(backbone, name=name, origin=origin, mean=tuple(config["mean"]), std=tuple(config["std"]))
+
+
+def _require_timm_name(name: str) -> None:
+    architecture, _, tag = name.partition(".")
+    architectures = timm.list_models()  # without timm's old names, which hide their tag: vit_small_patch16_224_dino
+    if architecture in architectures:
+        tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*")]
+        if tag and tag not in tags:
+            have = f"its weights are {', '.join(tags)}" if tags else "it has none"
+            raise WeightsError(f"timm has no weights {tag!r} for {architecture}; {have}")
+        return
+    close = difflib.get_close_matches(name, [*architectures, *timm.list_pretrained()], n=3, cutoff=0.5)
+    raise WeightsError(
+        f"{name!r} is no model: neither an existing folder or file nor a timm model."
+        + (f" Did you mean {' or '.join(map(repr, close))}?" if close else "")
+        + " Give the folder of a massl run, a weights file (.safetensors .pth .pt .bin), or a name of `timm.list_models()`, with a tag "
+        "such as vit_small_patch16_224.dino for published weights"
+    )
+
+
+def _load_published(backbone: Backbone) -> None:
+    """Fill a timm model with the weights timm publishes for it.
+
+    The classifier comes with them and is left out here: timm itself, asked for a model without one, would load without complaint
+    what is incomplete.
+    """
+    options = {key: value for key, value in backbone.timm_arguments.items() if key not in ("model_name", "num_classes")}
+    name = backbone.timm_arguments["model_name"]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            published = timm.create_model(name, pretrained=True, **options)
+    except Exception as error:  # without a network each version of each client raises errors of its own
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise WeightsError(
+            f"timm cannot load the weights of {name} ({reason}). Without a network, fetch them where there is one and give the file, or "
+            "copy the cache of Hugging Face (HF_HOME) here; for random weights ask for pretrained=False"
+        ) from error
+    tensors = published.state_dict()
+    wanted = backbone.model.state_dict()
+    load_strictly(backbone.model, {key: tensors[key] for key in wanted if key in tensors}, origin=f"timm's {name}")
+
+
+def _empty_backbone(timm_arguments: Mapping[str, Any]) -> Backbone:
+    """The model without its weights (random ones of seed 0), or why it cannot be evaluated."""
+    arguments = dict(timm_arguments)
+    model = create_timm_model(arguments, seed=0)
+    if isinstance(model, VisionTransformer) and model.cls_token is not None and model.global_pool != "token":
+        arguments["global_pool"] = "token"  # the protocols read the class token
+        model = create_timm_model(arguments, seed=0)
+    name = arguments["model_name"]
+    if isinstance(model, VisionTransformer) and not isinstance(model.patch_embed, PatchEmbed):
+        raise WeightsError(f"{name} cuts no plain patches (a convolutional network comes first); choose another model")
+    if getattr(model, "head_hidden_size", None) is None:
+        raise WeightsError(f"timm does not tell how many features {name} has; choose another model")
+    return Backbone(model, timm_arguments=arguments)
+
+
+def _loaded(
+    backbone: Backbone, *, name: str, origin: str, mean: tuple[float, float, float], std: tuple[float, float, float]
+) -> LoadedModel:
+    return LoadedModel(
+        backbone=backbone.eval().requires_grad_(False),
+        name=name,
+        origin=origin,
+        fingerprint=model_fingerprint(backbone.model, arguments=backbone.timm_arguments),
+        image_size=_image_size(backbone.model),
+        mean=mean,
+        std=std,
+    )
+
+
+def _num_heads(model: nn.Module) -> int | None:
+    if not isinstance(model, VisionTransformer):
+        return None
+    first_block: Any = model.blocks[0]
+    return int(first_block.attn.num_heads)
+
+
+def _image_size(model: nn.Module) -> int:
+    if isinstance(model, VisionTransformer) and model.patch_embed.grid_size is not None:
+        return int(model.patch_embed.grid_size[0] * model.patch_embed.patch_size[0])
+    config: Any = model.default_cfg
+    return int(config["input_size"][-1])

@@ -56,6 +56,31 @@ def test_every_exif_orientation_is_turned_upright(file_format: str, orientation:
     assert result.shape == ((3, 16, 24) if orientation >= 5 else (3, 24, 16))
 
 
+@pytest.mark.parametrize(
+    ("file_format", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("PNG", "RGB"), ("WEBP", "RGB"), ("TIFF", "RGB"), ("TIFF", "CMYK")]
+)
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_an_image_wanted_as_stored_is_what_pillow_loads(file_format: str, mode: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(Image.fromarray(gradient(24, 16)).convert(mode), file_format, exif=exif)
+    with Image.open(io.BytesIO(data)) as reference:
+        expected = planes(reference.convert("RGB"))
+    result = decode(EncodedImage(data=data, label=None, key="x", turn_upright=False), max_side=1024)
+    assert torch.equal(result, expected)
+    if file_format != "TIFF":  # which Pillow turns by itself
+        assert result.shape == (3, 24, 16)
+
+
+def test_the_fast_path_takes_a_jpeg_that_lies_on_its_side_if_it_is_wanted_so() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(Image.fromarray(gradient(24, 16)), "JPEG", exif=exif)
+    fast = decode_module._decode_plain_jpeg(data, 1024, turn_upright=False)
+    assert fast is not None
+    assert torch.equal(fast, planes(Image.open(io.BytesIO(data))))
+
+
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")  # as in a user's program, where Pillow's warning stops nothing
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("exif", [b"MM\0\x2a\xff\xff\xff\xff", b"MM\0\x2a\0", b"nonsense"])

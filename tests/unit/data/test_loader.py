@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from massl import keyed_random
-from massl.data.loader import ImageBatch, Loader, read_images
+from massl.data.loader import ImageBatch, Loader
 from massl.data.order import EpochOrder
 from massl.data.sources import open_source
 from massl.data.sources.array import ArraySource
@@ -247,33 +247,17 @@ def test_cutting_batches_out_of_an_array_equals_decoding_one_by_one(shape: tuple
     order = EpochOrder(9, 4, seed=2)
     with loading(fast, order.at, max_side=max_side) as fast_loader, loading(Slow(9), order.at, max_side=max_side) as slow_loader:
         assert all(equal(fast_loader.at(step), slow_loader.at(step)) for step in range(4))
-    indices = torch.tensor([8, 1, 1])
-    one_by_one = read_images(Slow(9), indices, num_workers=0, max_side=max_side)
-    assert equal(read_images(fast, indices, num_workers=0, max_side=max_side), one_by_one)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_read_images_gives_exactly_the_images_asked_for(num_workers: int) -> None:
-    indices = torch.tensor([11, 0, 5])
-    batch = read_images(ListedFiles(12), indices, num_workers=num_workers, max_side=64)
-    assert torch.equal(batch.indices, indices)
-    assert [int(image_of(batch, position)[0, 0, 0]) for position in range(3)] == [11, 0, 5]
-    assert batch.labels.tolist() == [110, 0, 50]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_read_images_refuses_to_replace(num_workers: int) -> None:
-    with pytest.raises(DataError, match="file-5 in listed cannot be read"):
-        read_images(ListedFiles(12, broken=frozenset({5})), torch.tensor([1, 5]), num_workers=num_workers, max_side=64)
 
 
 def test_images_without_a_label_carry_minus_one(tmp_path: Path) -> None:
     Image.new("RGB", (3, 2)).save(tmp_path / "x.png")
-    assert read_images(open_source(tmp_path), torch.tensor([0]), num_workers=0, max_side=8).labels.tolist() == [-1]
+    with loading(open_source(tmp_path), all_at_once(1), num_workers=0) as loader:
+        assert loader.at(0).labels.tolist() == [-1]
 
 
 def test_a_batch_is_cut_and_moved_without_losing_its_parts() -> None:
-    batch = read_images(ListedFiles(12), torch.arange(12), num_workers=0, max_side=64)
+    with loading(ListedFiles(12), all_at_once(12), num_workers=0) as loader:
+        batch = loader.at(0)
     parts = [batch.slice(0, 5), batch.slice(5, 12)]
     for name in ("indices", "labels"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from massl.data.sources import open_source
+from massl.data.sources.array import digest_of_arrays
 from massl.data.sources.base import DataError
 
 
@@ -62,3 +63,30 @@ def test_a_missing_or_damaged_archive_is_explained(tmp_path: Path) -> None:
     (tmp_path / "single.npy").rename(tmp_path / "single.npz")
     with pytest.raises(DataError, match=r"not a \.npz archive"):
         open_source(tmp_path / "single.npz")
+
+
+def test_the_fingerprint_tells_pixels_shapes_and_labels_apart(tmp_path: Path) -> None:
+    images = np.arange(2 * 4 * 6, dtype=np.uint8).reshape(2, 4, 6)
+    other = images.copy()
+    other[1, 3, 5] += 1
+    contents = [
+        {"images": images, "labels": np.array([0, 1])},
+        {"images": other, "labels": np.array([0, 1])},
+        {"images": images, "labels": np.array([1, 0])},
+        {"images": images},
+        {"images": images.reshape(2, 6, 4), "labels": np.array([0, 1])},
+    ]
+    fingerprints = set()
+    for number, arrays in enumerate(contents):
+        np.savez(tmp_path / f"{number}.npz", **arrays)  # type: ignore[arg-type]
+        fingerprints.add(open_source(tmp_path / f"{number}.npz").fingerprint())
+    assert len(fingerprints) == len(contents)
+    np.savez(tmp_path / "elsewhere.npz", images=images, labels=np.array([0, 1], dtype=np.uint8))
+    assert open_source(tmp_path / "elsewhere.npz").fingerprint() in fingerprints  # where and how it is stored does not matter
+
+
+def test_an_array_in_another_order_of_memory_has_the_same_fingerprint() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (1500, 3, 4, 3), dtype=np.uint8)
+    turned = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2)).transpose(0, 2, 3, 1)
+    assert digest_of_arrays(pixels, None) == digest_of_arrays(turned, None)
+    assert digest_of_arrays(pixels, None) != digest_of_arrays(pixels[::-1], None)

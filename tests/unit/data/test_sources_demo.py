@@ -36,3 +36,8 @@ def test_opening_twice_shares_one_read_only_array() -> None:
 def test_an_unknown_split_is_answered_with_the_nearest() -> None:
     with pytest.raises(DataError, match="Did you mean 'train'"):
         open_source("demo:trian")
+
+
+def test_each_split_has_its_own_lasting_fingerprint() -> None:
+    train, test = open_source("demo:train"), open_source("demo:test")
+    assert train.fingerprint() == open_source("demo:train").fingerprint() != test.fingerprint()

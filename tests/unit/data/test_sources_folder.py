@@ -1,3 +1,5 @@
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,15 @@ def test_folders_without_images_are_no_classes(tmp_path: Path) -> None:
     assert scan(tmp_path).class_names == ("a", "b")
 
 
+def test_class_folders_without_an_image_are_listed_apart(tmp_path: Path) -> None:
+    touch(tmp_path, "b/x.jpg", "d/deep/y.jpg", "c/readme.txt", "a/deep/z.txt", ".hidden/x.jpg", "list.csv")
+    (tmp_path / "e").mkdir()
+    source = scan(tmp_path)
+    assert source.class_names == ("b", "d")
+    assert source.empty_class_folders == ("a", "c", "e")
+    assert FolderSource(tmp_path, name="x", labels="none").empty_class_folders == ()
+
+
 def test_hidden_and_foreign_files_are_ignored(tmp_path: Path) -> None:
     touch(tmp_path, "x.jpg", ".hidden.jpg", ".thumbs/y.jpg", "jpg", "x.jpg.txt", "list.csv")
     assert keys(scan(tmp_path)) == ["x.jpg"]
@@ -76,7 +87,14 @@ def test_forcing_folder_labels_names_the_image_that_has_no_class(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("query", "message"), [("labels=maybe", "labels=none"), ("label=none", "Did you mean 'labels'"), ("labels", "key=value")]
+    ("query", "message"),
+    [
+        ("labels=maybe", "labels=none"),
+        ("label=none", "Did you mean 'labels'"),
+        ("labels", "key=value"),
+        ("orientation=left", "orientation=left is unknown; use orientation=exif or orientation=stored"),
+        ("orientaton=stored", "Did you mean 'orientation'"),
+    ],
 )
 def test_wrong_parameters_are_explained(tmp_path: Path, query: str, message: str) -> None:
     touch(tmp_path, "x.jpg")
@@ -101,3 +119,52 @@ def test_an_empty_missing_or_non_folder_says_what_was_expected(tmp_path: Path) -
         scan(tmp_path / "missing")
     with pytest.raises(DataError, match="a file, not a folder"):
         scan(tmp_path / "file.jpg")
+
+
+@pytest.mark.parametrize(("query", "expected"), [("", True), ("?orientation=exif", True), ("?labels=none&orientation=stored", False)])
+def test_images_are_turned_upright_unless_the_uri_wants_them_as_stored(tmp_path: Path, query: str, expected: bool) -> None:
+    touch(tmp_path, "x.jpg")
+    assert open_source(f"folder:{tmp_path}{query}").read(0).turn_upright is expected
+
+
+def test_the_fingerprint_stays_while_nothing_changes(tmp_path: Path) -> None:
+    touch(tmp_path, "a/x.jpg", "b/y.jpg")
+    first = scan(tmp_path)
+    assert first.fingerprint() == first.fingerprint() == FolderSource(tmp_path, name="another name").fingerprint()
+    (tmp_path / "a/x.jpg").read_bytes()
+    touch(tmp_path, "a/readme.txt", "c/notes.txt")
+    assert scan(tmp_path).fingerprint() == first.fingerprint()
+
+
+def test_whatever_changes_an_image_its_place_or_its_label_changes_the_fingerprint(tmp_path: Path) -> None:
+    touch(tmp_path, "a/x.jpg", "b/y.jpg")
+    source = scan(tmp_path)
+    seen = [source.fingerprint()]
+
+    def changed() -> bool:
+        seen.append(scan(tmp_path).fingerprint())
+        return len(set(seen)) == len(seen)
+
+    status = (tmp_path / "a/x.jpg").stat()
+    time.sleep(0.02)  # the system's clock for files ticks every 4 ms
+    (tmp_path / "a/x.jpg").write_bytes(b"a/z.jpg")  # as many bytes
+    os.utime(tmp_path / "a/x.jpg", ns=(status.st_atime_ns, status.st_mtime_ns))  # and, as a tool may pretend, as old
+    assert changed()
+    assert source.fingerprint() == seen[-1]  # a source that is open sees it, too
+    touch(tmp_path, "b/z.jpg")
+    assert changed()
+    (tmp_path / "b/z.jpg").rename(tmp_path / "b/w.jpg")
+    assert changed()
+    (tmp_path / "b/w.jpg").rename(tmp_path / "a/w.jpg")
+    assert changed()
+    seen.append(FolderSource(tmp_path, name="x", labels="none").fingerprint())
+    seen.append(FolderSource(tmp_path, name="x", orientation="stored").fingerprint())
+    assert len(set(seen)) == len(seen) == 7
+
+
+def test_a_file_that_vanished_since_is_named_by_the_fingerprint(tmp_path: Path) -> None:
+    touch(tmp_path, "a/x.jpg", "b/y.jpg")
+    source = scan(tmp_path)
+    (tmp_path / "b/y.jpg").unlink()
+    with pytest.raises(DataError, match=r"b/y\.jpg cannot be read: No such file"):
+        source.fingerprint()

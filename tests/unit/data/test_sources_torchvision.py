@@ -1,9 +1,12 @@
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from massl.data.loader import Loader
 from massl.data.sources import open_source
 from massl.data.sources.base import DataError, ImageSource
 from massl.data.sources.torchvision_set import TorchvisionSource
@@ -82,6 +85,94 @@ def test_an_array_of_the_set_is_used_only_if_it_holds_what_the_set_delivers() ->
     assert TorchvisionSource(FewImages(images, [0, 0, 0], data=same[::-1].copy()), name="few").pixels is None
     assert TorchvisionSource(FewImages(images, [0, 0, 0], data=same[:2]), name="few").pixels is None
     assert TorchvisionSource(FewImages(images, [0, 0, 0]), name="few").pixels is None
+
+
+@pytest.mark.parametrize("size", [(4, 5), (3, 3)])
+def test_an_array_with_channels_first_is_shown_with_channels_last(size: tuple[int, int]) -> None:
+    planes = np.random.default_rng(0).integers(0, 256, (3, 3, *size), dtype=np.uint8)  # as STL10 and SVHN keep them
+    images = [Image.fromarray(image.transpose(1, 2, 0)) for image in planes]
+    source = TorchvisionSource(FewImages(images, [0, 1, 0], labels=np.array([0, 1, 0]), data=planes), name="stl")
+    assert source.pixels is not None
+    assert all(np.array_equal(source.pixels[index], np.asarray(image)) for index, image in enumerate(images))
+    with closing(Loader(source, order_at=lambda _: torch.tensor([2, 0]), seed=0, num_workers=0, max_side=8, on_skip=pytest.fail)) as loader:
+        assert torch.equal(loader.at(0).images.pixels.view(2, 3, *size), torch.from_numpy(planes[[2, 0]]))
+
+
+def test_stl10_itself_is_held_in_memory(tmp_path: Path) -> None:
+    folder = tmp_path / "stl10_binary"
+    folder.mkdir()
+    stored = np.random.default_rng(0).integers(0, 256, (2, 3, 96, 96), dtype=np.uint8)  # planes, column by column
+    stored.tofile(folder / "test_X.bin")
+    np.array([3, 10], dtype=np.uint8).tofile(folder / "test_y.bin")
+    (folder / "class_names.txt").write_text("\n".join("abcdefghij"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchvision.datasets.STL10._check_integrity", lambda self: True)
+        source = open_source(f"torchvision:STL10?root={tmp_path}&split=test")
+    assert source.pixels is not None
+    assert np.array_equal(source.pixels, stored.transpose(0, 3, 2, 1))
+    assert labels(source) == [2, 9]
+    image = source.read(1)
+    assert isinstance(image.data, np.ndarray)
+    assert np.array_equal(image.data, source.pixels[1])
+
+
+def test_the_fingerprint_of_a_set_in_memory_is_that_of_its_pixels_and_labels() -> None:
+    images = grey_images(3)
+    pixels = np.stack([np.asarray(image) for image in images])
+
+    def fingerprint(pixels: np.ndarray, targets: list[int]) -> str:
+        return TorchvisionSource(FewImages(images, list(targets), targets=targets, data=pixels), name="few").fingerprint()
+
+    changed = pixels.copy()
+    changed[2, 0, 0] += 1
+    assert fingerprint(pixels, [0, 1, 2]) == fingerprint(pixels.copy(), [0, 1, 2])
+    assert len({fingerprint(pixels, [0, 1, 2]), fingerprint(changed, [0, 1, 2]), fingerprint(pixels, [0, 2, 1])}) == 3
+
+
+def test_the_fingerprint_of_a_set_on_disk_changes_with_its_files(tmp_path: Path) -> None:
+    for class_name in ("cat", "dog"):
+        (tmp_path / class_name).mkdir()
+        Image.new("RGB", (5, 4)).save(tmp_path / class_name / "x.png")
+    source = open_source(f"torchvision:ImageFolder?root={tmp_path}")
+    first = source.fingerprint()
+    assert open_source(f"torchvision:ImageFolder?root={tmp_path}").fingerprint() == first
+    assert open_source(f"torchvision:ImageFolder?root={tmp_path}&allow_empty=true").fingerprint() != first
+    Image.new("RGB", (5, 4), (1, 2, 3)).save(tmp_path / "dog" / "x.png")
+    assert source.fingerprint() != first
+
+
+def test_only_the_folder_of_the_set_itself_counts_for_its_fingerprint(tmp_path: Path) -> None:
+    own, below = tmp_path / "own", tmp_path / "cifar"
+    for folder in (own, below, tmp_path / "other"):
+        folder.mkdir()
+        (folder / "images").write_bytes(b"1")
+
+    def fingerprint(**attributes: object) -> str:
+        return TorchvisionSource(FewImages(grey_images(2), [0, 1], root=str(tmp_path), **attributes), name="few").fingerprint()
+
+    kinds: list[dict[str, object]] = [{"_base_folder": own}, {"_data_path": str(own)}, {"base_folder": "cifar"}, {}]
+    before = [fingerprint(**attributes) for attributes in kinds]
+    (tmp_path / "other" / "images").write_bytes(b"22")
+    assert [fingerprint(**attributes) == old for attributes, old in zip(kinds, before, strict=True)] == [True, True, True, False]
+    (own / "images").write_bytes(b"22")
+    (below / "images").write_bytes(b"22")
+    assert not any(fingerprint(**attributes) == old for attributes, old in zip(kinds, before, strict=True))
+
+
+def test_which_file_is_which_image_counts_for_the_fingerprint(tmp_path: Path) -> None:
+    def fingerprint(files: list[str]) -> str:
+        return TorchvisionSource(FewImages(grey_images(2), [0, 0], root=tmp_path, _image_files=files), name="few").fingerprint()
+
+    assert fingerprint(["a", "b"]) == fingerprint(["a", "b"]) != fingerprint(["b", "a"])
+
+
+def test_the_fingerprint_of_a_set_without_files_is_that_of_its_images() -> None:
+    first, *others = (
+        open_source(f"torchvision:FakeData?size=3&image_size=[3, 6, 4]{query}").fingerprint() for query in ("", "", "&random_offset=1")
+    )
+    assert [other == first for other in others] == [True, False]
+    few = [TorchvisionSource(FewImages([Image.new("L", (2, 2), grey)], [0]), name="few").fingerprint() for grey in (1, 1, 2)]
+    assert few[0] == few[1] != few[2]
 
 
 def test_parameters_are_read_as_yaml() -> None:

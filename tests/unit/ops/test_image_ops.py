@@ -117,6 +117,31 @@ def test_crop_resize_of_a_box_of_the_output_size_copies_the_pixels() -> None:
     torch.testing.assert_close(view[0, 0], as_bytes(image)[:, 3:27, 5:29] / 255, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 16, 64, 224])
+def test_crop_resize_is_pillows_crop_and_bilinear_resize_up_to_its_rounding(images: list[Image.Image], size: int) -> None:
+    batch = ragged(images)
+    boxes = random_boxes(batch.sizes, num_views=3)
+    flip = torch.arange(boxes.shape[0] * boxes.shape[1]).view(boxes.shape[:2]) % 2 == 0
+    views = image_ops.crop_resize(batch, boxes, size=size, flip=flip, filter="bilinear")
+    expected = []
+    for image, (top, left, height, width), mirrored in zip(images * 3, boxes.view(-1, 4).tolist(), flip.view(-1), strict=True):
+        crop = image.crop((left, top, left + width, top + height)).resize((size, size), Image.Resampling.BILINEAR)
+        expected.append(ImageOps.mirror(crop) if mirrored else crop)
+    # Two roundings of half a level each, which weights that are nowhere negative do not enlarge.
+    assert in_levels(views, as_floats(expected).view_as(views))[1] < 1.01
+    bicubic = image_ops.crop_resize(batch, boxes, size=size, flip=flip)
+    assert in_levels(views, bicubic)[1] > 2 or size == 1, "the filters differ"
+
+
+@pytest.mark.parametrize("size", [40, 90])
+def test_bilinear_resize_of_the_whole_image_is_pillows_resize_of_a_box(size: int) -> None:
+    image = picture(60, 80)
+    box = torch.tensor([[[0, 0, 60, 80]]])
+    view = image_ops.crop_resize(ragged([image]), box, size=size, flip=torch.zeros(1, 1, dtype=torch.bool), filter="bilinear")
+    expected = as_floats([image.resize((size, size), Image.Resampling.BILINEAR, box=(0, 0, 80, 60))])
+    assert in_levels(view[0], expected)[1] < 1.01
+
+
 @pytest.mark.parametrize(("size", "crop_ratio"), [(224, 0.875), (64, 0.875), (32, 1.0), (7, 0.8)])
 def test_centre_view_is_torchvisions_resize_and_centre_crop(size: int, crop_ratio: float) -> None:
     images = [picture(height, width, seed) for seed, (height, width) in enumerate([(90, 121), (333, 500), (47, 33), (1, 1), (224, 224)])]

@@ -1,11 +1,15 @@
 """The kernels against image_ops, their slow truth: compiled where there is a GPU, elsewhere as Python (tests/conftest.py)."""
 
+from typing import get_args
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from massl.ops import image_ops, look_kernels, view_kernels
-from massl.ops.image_ops import RaggedImages
+from massl.ops.image_ops import Filter, RaggedImages
 from massl.ops.view_kernels import ResampleTiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,10 +37,18 @@ def boxes_and_flips(sizes: Tensor) -> tuple[Tensor, Tensor]:
     return boxes, torch.arange(boxes[..., 0].numel()).view(boxes.shape[:2]) % 2 == 0
 
 
-def by_kernel(images: RaggedImages, boxes: Tensor, flip: Tensor, size: int, tiles: ResampleTiles = view_kernels.DEFAULT_TILES) -> Tensor:
+def by_kernel(
+    images: RaggedImages,
+    boxes: Tensor,
+    flip: Tensor,
+    size: int,
+    *,
+    filter: Filter = "bicubic",
+    tiles: ResampleTiles = view_kernels.DEFAULT_TILES,
+) -> Tensor:
     sources = torch.arange(len(images)).repeat(len(boxes))
     jobs = view_kernels.pack_jobs(images, sources, *image_ops.crop_axes(boxes, size=size, flip=flip))
-    views = view_kernels.resample(images.pixels.to(DEVICE), jobs.to(DEVICE), size=size, tiles=tiles)
+    views = view_kernels.resample(images.pixels.to(DEVICE), jobs.to(DEVICE), size=size, filter=filter, tiles=tiles)
     return views.cpu().view(*flip.shape, 3, size, size)
 
 
@@ -44,10 +56,14 @@ def largest_difference_in_levels(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.float().cpu() - theirs).abs().max()) * 255
 
 
-@pytest.mark.parametrize("size", [1, 7, 32, 33, 70])
-def test_resampled_views_are_those_of_crop_resize(images: RaggedImages, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "filter"),
+    [(1, "bicubic"), (7, "bicubic"), (32, "bicubic"), (33, "bicubic"), (70, "bicubic"), (7, "bilinear"), (33, "bilinear")],
+)
+def test_resampled_views_are_those_of_crop_resize(images: RaggedImages, size: int, filter: Filter) -> None:
     boxes, flip = boxes_and_flips(images.sizes)
-    views, expected = by_kernel(images, boxes, flip, size), image_ops.crop_resize(images, boxes, size=size, flip=flip)
+    views = by_kernel(images, boxes, flip, size, filter=filter)
+    expected = image_ops.crop_resize(images, boxes, size=size, flip=flip, filter=filter)
     assert largest_difference_in_levels(views, expected) < 0.25
     assert abs(float((views - expected).mean())) * 255 < 0.02  # rounding must not darken or brighten
 
@@ -55,7 +71,7 @@ def test_resampled_views_are_those_of_crop_resize(images: RaggedImages, size: in
 @pytest.mark.parametrize("tiles", [(16, 16, 16, 16, 1), (64, 32, 16, 64, 4), (16, 64, 64, 16, 4)])
 def test_resampled_views_do_not_depend_on_the_tiles_but_for_rounding(images: RaggedImages, tiles: tuple[int, ...]) -> None:
     boxes, flip = boxes_and_flips(images.sizes)
-    views = by_kernel(images, boxes, flip, 40, ResampleTiles(*tiles))
+    views = by_kernel(images, boxes, flip, 40, tiles=ResampleTiles(*tiles))
     assert largest_difference_in_levels(views, image_ops.crop_resize(images, boxes, size=40, flip=flip)) < 0.25
 
 
@@ -76,14 +92,25 @@ def test_an_image_beyond_two_gibibytes_is_found() -> None:
     assert torch.equal(by_kernel(far, box, flip, 16), by_kernel(RaggedImages.from_list([image]), box, flip, 16))
 
 
-def test_centre_views_by_kernel_are_those_on_the_cpu(images: RaggedImages, monkeypatch: pytest.MonkeyPatch) -> None:
-    def resample(images: RaggedImages, sources: Tensor, rows: image_ops.Axis, columns: image_ops.Axis, size: int) -> Tensor:
+@pytest.mark.parametrize("filter", get_args(Filter))
+def test_centre_views_by_kernel_are_those_on_the_cpu(images: RaggedImages, filter: Filter, monkeypatch: pytest.MonkeyPatch) -> None:
+    def resample(images: RaggedImages, sources: Tensor, rows: image_ops.Axis, columns: image_ops.Axis, size: int, filter: Filter) -> Tensor:
         jobs = view_kernels.pack_jobs(images, sources, rows, columns)
-        return view_kernels.resample(images.pixels.to(DEVICE), jobs.to(DEVICE), size=size)
+        return view_kernels.resample(images.pixels.to(DEVICE), jobs.to(DEVICE), size=size, filter=filter)
 
-    expected = image_ops.centre_view(images, size=24, crop_ratio=0.875)
+    expected = image_ops.centre_view(images, size=24, crop_ratio=0.875, filter=filter)
     monkeypatch.setattr(image_ops, "_resample", resample)
-    assert largest_difference_in_levels(image_ops.centre_view(images, size=24, crop_ratio=0.875), expected) < 0.25
+    assert largest_difference_in_levels(image_ops.centre_view(images, size=24, crop_ratio=0.875, filter=filter), expected) < 0.25
+
+
+@pytest.mark.parametrize("size", [9, 60])
+def test_bilinear_views_by_kernel_are_pillows(size: int) -> None:
+    image = noise(31, 47, 5)
+    box, flip = torch.tensor([[[3, 4, 25, 40]]]), torch.tensor([[False]])
+    view = by_kernel(RaggedImages.from_list([image]), box, flip, size, filter="bilinear")
+    crop = Image.fromarray(np.ascontiguousarray(image.permute(1, 2, 0).numpy())).crop((4, 3, 44, 28))
+    expected = torch.from_numpy(np.array(crop.resize((size, size), Image.Resampling.BILINEAR))).permute(2, 0, 1) / 255
+    assert largest_difference_in_levels(view[0, 0], expected) < 1.25  # Pillow rounds twice
 
 
 def jobs_of(num_views: int, **looks: Tensor) -> Tensor:

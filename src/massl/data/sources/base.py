@@ -1,7 +1,7 @@
 """What every image source offers, and how the URI that names one is taken apart."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from massl.config import MasslError
 
 Pixels = NDArray[np.uint8]
+# Of image files. exif: turned as the camera was held; stored: as Pillow loads them, which published evaluations use.
+Orientation = Literal["exif", "stored"]
 
 
 class DataError(MasslError, ValueError):
@@ -22,6 +24,7 @@ class EncodedImage:
     data: bytes | Pixels  # the bytes of a file, or raw pixels [H, W] or [H, W, 3]
     label: int | None
     key: str  # names the image to a person: a path relative to the root, "train/123"
+    turn_upright: bool = True  # by the EXIF orientation of the file
 
 
 class ImageSource(Protocol):
@@ -59,6 +62,13 @@ class ImageSource(Protocol):
     def fingerprint(self) -> str:
         """Digest that changes whenever an image, its place or its label does: features kept under it are never stale."""
         ...
+
+
+def known_orientation(orientation: str, *, name: str) -> Orientation:
+    for known in get_args(Orientation):
+        if orientation == known:
+            return cast(Orientation, known)
+    raise DataError(f"{name}: orientation={orientation} is unknown; use orientation=exif or orientation=stored")
 
 
 def split_query(location: str) -> tuple[str, dict[str, str]]:

@@ -1,5 +1,6 @@
 """Folders of image files: one folder per class, or photos in any nesting without labels."""
 
+import hashlib
 import os
 from array import array
 from bisect import bisect_right
@@ -8,7 +9,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from massl.config import closest
-from massl.data.sources.base import DataError, EncodedImage, split_query
+from massl.data.sources.base import DataError, EncodedImage, Orientation, known_orientation, split_query
+from massl.data.sources.file_stamps import digest_of_files
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -23,11 +25,12 @@ class FolderSource:
 
     pixels = None
 
-    def __init__(self, root: Path, *, name: str, labels: LabelRule = "auto") -> None:
+    def __init__(self, root: Path, *, name: str, labels: LabelRule = "auto", orientation: Orientation = "exif") -> None:
         if not root.is_dir():
             raise DataError(f"{root} is {'a file, not a folder' if root.exists() else 'not there'}; expected a folder of images")
         self.name = name
         self._root = root
+        self._orientation = known_orientation(orientation, name=name)
         # One string of all file names with their ends: the 1.28 million of ImageNet take 36 MB, a list of paths 112 MB.
         self._file_names = bytearray()
         self._file_name_ends = array("q")
@@ -42,6 +45,8 @@ class FolderSource:
         if not self._folders:
             raise DataError(f"{root} holds no images; expected {' '.join(IMAGE_SUFFIXES)} or class folders of them")
         self.class_names, self._folder_labels = self._find_classes(labels)
+        # Not classes, though another part of the set may have images of them: whoever compares class names can say so.
+        self.empty_class_folders = () if self.class_names is None else _other_folders(root, self.class_names)
 
     def _find_classes(self, labels: LabelRule) -> tuple[tuple[str, ...] | None, list[int]]:
         top_folders = [folder.partition("/")[0] for folder in self._folders]
@@ -59,7 +64,8 @@ class FolderSource:
 
     def read(self, index: int) -> EncodedImage:
         key = self.key_of(index)
-        return EncodedImage(data=(self._root / key).read_bytes(), label=self.label_of(index), key=key)
+        turn_upright = self._orientation == "exif"
+        return EncodedImage(data=(self._root / key).read_bytes(), label=self.label_of(index), key=key, turn_upright=turn_upright)
 
     def label_of(self, index: int) -> int | None:
         return None if self.class_names is None else self._folder_labels[bisect_right(self._folder_ends, index)]
@@ -69,6 +75,12 @@ class FolderSource:
         start = self._file_name_ends[index - 1] if index > 0 else 0
         file_name = os.fsdecode(bytes(self._file_names[start : self._file_name_ends[index]]))
         return f"{folder}/{file_name}" if folder else file_name
+
+    def fingerprint(self) -> str:
+        """Of the files as they are now. Takes 6 s for the 1.28 million of ImageNet."""
+        labels = repr((self.class_names is None, self._folder_labels))  # of folders, which the names of the images hold
+        files = digest_of_files(self._root, map(self.key_of, range(len(self))))
+        return hashlib.sha256(f"{self._orientation} {labels} {files}".encode()).hexdigest()
 
 
 def _folders_with_images(path: Path, relative: str, ancestors: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, list[str]]]:
@@ -96,15 +108,25 @@ def _folders_with_images(path: Path, relative: str, ancestors: tuple[tuple[int, 
         yield from _folders_with_images(path / folder_name, below, (*ancestors, identity))
 
 
+def _other_folders(root: Path, class_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Visible folders directly below the root that are no classes, sorted."""
+    with os.scandir(root) as entries:
+        folders = {entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()}
+    return tuple(sorted(folders - set(class_names)))
+
+
 def open_folder(location: str, *, name: str) -> FolderSource:
-    """`folder:PATH?labels=none|folders`; without labels= the layout decides."""
+    """`folder:PATH?labels=none|folders&orientation=exif|stored`; without labels= the layout decides, and images are turned by EXIF."""
     path, parameters = split_query(location)
-    for parameter in parameters.keys() - {"labels"}:
+    known = ("labels", "orientation")
+    for parameter in parameters.keys() - set(known):
         raise DataError(
-            f"{name}: a folder has no parameter {parameter!r}.{closest(parameter, ['labels'])} Use ?labels=none or ?labels=folders"
+            f"{name}: a folder has no parameter {parameter!r}.{closest(parameter, known)} "
+            "Use ?labels=none, ?labels=folders or ?orientation=stored"
         )
     labels = parameters.get("labels", "auto")
+    orientation = known_orientation(parameters.get("orientation", "exif"), name=name)
     for rule in get_args(LabelRule):
         if labels == rule:
-            return FolderSource(Path(path).expanduser(), name=name, labels=rule)
+            return FolderSource(Path(path).expanduser(), name=name, labels=rule, orientation=orientation)
     raise DataError(f"{name}: labels={labels} is unknown; use labels=none, labels=folders or leave it out")

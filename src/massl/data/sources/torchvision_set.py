@@ -1,8 +1,10 @@
 """`torchvision:NAME?key=value&...`: any image set of torchvision, with its constructor's arguments as parameters."""
 
+import hashlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,10 +14,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from massl.config import closest
+from massl.data.sources.array import digest_of_arrays
 from massl.data.sources.base import DataError, EncodedImage, Pixels, split_query
+from massl.data.sources.file_stamps import digest_of_files, files_below
 
 # Where torchvision's sets keep their labels (CIFAR, DTD and Pets, SVHN and STL10, Caltech101), or pairs of path and label (ImageNet, Cars).
 LABEL_ATTRIBUTES = ("targets", "_labels", "labels", "y", "samples", "_samples")
+# Where they keep the folder that is theirs alone (ImageNet, Pets and most others, Aircraft, SUN397); CIFAR and kin name it below the root.
+FOLDER_ATTRIBUTES = ("split_folder", "_base_folder", "_data_path", "_data_dir")
 
 
 class _Dataset(Protocol):
@@ -26,9 +32,11 @@ class _Dataset(Protocol):
 class TorchvisionSource:
     """Images and labels as the set delivers them: no turning by EXIF, which published scores on these sets do not use either."""
 
-    def __init__(self, dataset: _Dataset, *, name: str) -> None:
+    def __init__(self, dataset: _Dataset, *, name: str, arguments: Mapping[str, Any] | None = None) -> None:
+        """`arguments`: what the set was made with; they may decide about its images."""
         self.name = name
         self._dataset = dataset
+        self._arguments = dict(arguments or {})
         first = dataset[0] if len(dataset) > 0 else None
         if not isinstance(first, tuple) or not isinstance(first[0], Image.Image):
             raise DataError(f"{name} delivers no single images; choose an image classification set")
@@ -38,14 +46,37 @@ class TorchvisionSource:
         return len(self._dataset)
 
     def read(self, index: int) -> EncodedImage:
-        image, _ = self._dataset[index]
-        return EncodedImage(data=_raw_pixels(image), label=self.label_of(index), key=self.key_of(index))
+        return EncodedImage(data=self._pixels_of(index), label=self.label_of(index), key=self.key_of(index))
+
+    def _pixels_of(self, index: int) -> Pixels:
+        return _raw_pixels(self._dataset[index][0])
 
     def label_of(self, index: int) -> int | None:
         return None if self._labels is None or self._labels[index] < 0 else int(self._labels[index])
 
     def key_of(self, index: int) -> str:
         return f"{type(self._dataset).__name__}/{index}"
+
+    def fingerprint(self) -> str:
+        """Of the pixels where they are in memory, else of the files as they are now and of what the set makes of them."""
+        if self.pixels is not None:
+            return self._digest_of_pixels
+        digest = hashlib.sha256(repr((type(self._dataset).__name__, sorted(self._arguments.items()))).encode())
+        digest.update(b"" if self._labels is None else self._labels.data)
+        for name, values in sorted(_lists_of_files(self._dataset)):
+            digest.update(f"{name} {values}".encode())
+        folder = _own_folder(self._dataset)
+        if folder is not None:
+            digest.update(digest_of_files(folder, files_below(folder)).encode())
+        else:  # made up or fetched from elsewhere: nothing but the images themselves tells whether they have changed
+            for index in range(len(self)):
+                digest.update(digest_of_arrays(self._pixels_of(index)[None], None).encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def _digest_of_pixels(self) -> str:
+        assert self.pixels is not None
+        return digest_of_arrays(self.pixels, self._labels)
 
     @cached_property
     def class_names(self) -> tuple[str, ...] | None:
@@ -87,7 +118,26 @@ def _pixels_in_memory(dataset: _Dataset, *, first_image: Pixels) -> Pixels | Non
     pixels = data.numpy() if isinstance(data, torch.Tensor) else data
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or len(pixels) != len(dataset):
         return None
-    return pixels if np.array_equal(pixels[0], first_image) else None
+    layouts = [pixels, pixels.transpose(0, 2, 3, 1)] if pixels.ndim == 4 else [pixels]  # STL10 and SVHN keep [N, 3, H, W]
+    return next((layout for layout in layouts if np.array_equal(layout[0], first_image)), None)
+
+
+def _own_folder(dataset: _Dataset) -> Path | None:
+    """The folder with the set's files and as little else as can be told."""
+    root = getattr(dataset, "root", None)
+    candidates = [getattr(dataset, attribute, None) for attribute in FOLDER_ATTRIBUTES]
+    below_root = getattr(dataset, "base_folder", None)
+    if isinstance(root, str | PurePath) and isinstance(below_root, str):
+        candidates.append(Path(root, below_root))
+    folders = (Path(candidate) for candidate in (*candidates, root) if isinstance(candidate, str | PurePath) and str(candidate))
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def _lists_of_files(dataset: _Dataset) -> Iterator[tuple[str, list[Any]]]:
+    """The set's lists of paths or of pairs with one: they say which file is which image (SUN397 takes them as the disk lists them)."""
+    for name, values in vars(dataset).items():
+        if isinstance(values, list) and len(values) == len(dataset) and isinstance(values[0], str | PurePath | tuple):
+            yield name, values
 
 
 def open_torchvision(location: str, *, name: str) -> TorchvisionSource:
@@ -110,7 +160,8 @@ def open_torchvision(location: str, *, name: str) -> TorchvisionSource:
         if arguments.get("download") is False:
             advice += ", download=true after the '?' fetches them"
         raise DataError(f"{name} cannot be opened: {error}{advice}") from None
-    return TorchvisionSource(dataset, name=name)
+    decisive = {key: value for key, value in arguments.items() if key != "download"}
+    return TorchvisionSource(dataset, name=name, arguments=decisive)
 
 
 def _constructor_arguments(dataset_type: type, parameters: dict[str, str], *, name: str) -> dict[str, Any]:

@@ -1,0 +1,98 @@
+"""Features of a source as a file, for whatever comes next."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from massl import distributed
+from massl.commands.evaluate import model_on_device, say
+from massl.commands.evaluation_settings import ModelSettings
+from massl.config import MasslError, merge, validate
+from massl.data.evaluation_views import CentreView
+from massl.data.sources import open_source
+
+Rows = NDArray[np.float32]
+Labels = NDArray[np.int64]
+
+
+class EmbedSettings(ModelSettings):
+    data: str = Field(description="the images: a folder, archive or URI, as in pretrain's --data.source")
+    out: str = Field(description="file to write: .parquet (needs pyarrow), .npz or .safetensors")
+    crop_ratio: float = Field(224 / 256, gt=0, le=1, description="centre crop / shorter side; 1: the whole shorter side")
+
+    @model_validator(mode="after")
+    def _format_is_known(self) -> "EmbedSettings":
+        if Path(self.out).suffix not in WRITERS:
+            raise ValueError(f"out is {self.out!r}; its ending chooses the format: {', '.join(WRITERS)}")
+        return self
+
+
+def embed(model: str | Path, *, data: str | Path, out: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:
+    """Write the features of all images of `data`, with their keys and labels, to the file `out` (.parquet, .npz or .safetensors)."""
+    values = merge({"data": str(data), "out": str(out)}, overrides or {})
+    return run_embedding(str(model), validate(EmbedSettings, values, origin="embed"))
+
+
+def run_embedding(model: str, settings: EmbedSettings) -> Path:
+    path = Path(settings.out).expanduser()
+    if path.exists():
+        raise MasslError(f"{path} is there already; move it away or name another file")
+    if path.suffix == ".parquet":
+        _require_pyarrow()
+    source = open_source(settings.data)
+    with model_on_device(model, settings, cache=None) as (extractor, console):
+        view = CentreView(size=extractor.model.image_size, crop_ratio=settings.crop_ratio)
+        wanted = extractor.feature or "pooled"
+        features = extractor.features(source, view=view, feature=wanted)
+        if distributed.is_main():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            about = {"model": extractor.model.name, "weights": extractor.model.fingerprint, "feature": wanted, "data": source.name}
+            keys = [source.key_of(index) for index in range(len(source))]
+            unfinished = path.with_name(f".{path.name}.unfinished")
+            WRITERS[path.suffix](unfinished, features.rows.numpy(), features.labels.numpy(), keys, about)
+            unfinished.replace(path)  # whole or not at all
+        say(console, f"{path}: {len(features):,} features of {features.rows.shape[1]} dimensions")
+        distributed.barrier()
+    return path
+
+
+def _write_npz(path: Path, rows: Rows, labels: Labels, keys: list[str], about: dict[str, str]) -> None:
+    with path.open("wb") as file:
+        np.savez(file, features=rows, labels=labels, keys=np.array(keys), about=np.array(json.dumps(about)))
+
+
+def _write_safetensors(path: Path, rows: Rows, labels: Labels, keys: list[str], about: dict[str, str]) -> None:
+    names = np.frombuffer("\n".join(keys).encode(), dtype=np.uint8)
+    safetensors.numpy.save_file({"features": rows, "labels": labels, "keys_utf8_lines": names}, path, metadata=about)
+
+
+def _write_parquet(path: Path, rows: Rows, labels: Labels, keys: list[str], about: dict[str, str]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {
+        "key": pyarrow.array(keys),
+        "label": pyarrow.array(labels, mask=labels < 0),  # unlabelled: null
+        "feature": pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows.reshape(-1)), rows.shape[1]),
+    }
+    table = pyarrow.table(columns).replace_schema_metadata({"massl": json.dumps(about)})
+    pyarrow.parquet.write_table(table, path)
+
+
+def _require_pyarrow() -> None:
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError:
+        raise MasslError(
+            "parquet files need pyarrow; install it with: pip install 'massl[parquet]', or write .npz or .safetensors"
+        ) from None
+
+
+Writer = Callable[[Path, Rows, Labels, list[str], dict[str, str]], None]
+WRITERS: dict[str, Writer] = {".parquet": _write_parquet, ".npz": _write_npz, ".safetensors": _write_safetensors}

@@ -1,0 +1,187 @@
+"""Evaluation, assembled: model -> features -> protocols -> results.jsonl and a table with the paper's figures beside ours."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from massl import distributed
+from massl.commands.device import choose_device, host_threads_for
+from massl.commands.evaluation_jobs import Job, MissingJob, digest_of, jobs_of
+from massl.commands.evaluation_settings import EvaluateSettings, ModelSettings
+from massl.config import MasslError, merge, validate
+from massl.data.evaluation_views import whole_patches
+from massl.evaluations.features import ExtractionSettings, Extractor
+from massl.evaluations.features import Progress as ProgressFunction
+from massl.evaluations.protocols import PROTOCOLS
+from massl.evaluations.results import ResultRow, append_rows, newest, read_rows
+from massl.nn.readout import patch_size
+from massl.reports.tables import as_markdown, as_rich, results_table, transfer_averages
+from massl.weights.models import LoadedModel, open_model
+
+RESULTS_FILE, TABLE_FILE = "results.jsonl", "results.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateResult:
+    folder: Path
+    rows: list[ResultRow]  # what was asked for, measured now or before
+    missing: dict[str, str]  # of a suite: what could not be measured -> which files it lacks and how to get them
+    failed: dict[str, str]  # of several jobs: what was stopped by an error -> the error
+
+
+def evaluate(
+    model: str | Path,
+    *,
+    output: str | Path,
+    protocol: str | Sequence[str] = (),
+    suite: str | None = None,
+    train: str | Path | None = None,
+    test: str | Path | None = None,
+    data_root: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> EvaluateResult:
+    """Judge a backbone by the paper's protocols.
+
+    `model` is a run of massl, a weights file or a timm name; `protocol` one or several names of protocols, with images named by `train`
+    and `test`, or `suite="paper"` for all whose data lie below `data_root`. `overrides` sets what else `massl evaluate --help` lists,
+    e.g. {"knn.ks": [20], "precision": "bf16"}. Results are kept in the folder `output`.
+    """
+    named = {"train": train, "test": test, "data_root": data_root, "output": output, "suite": suite}
+    values: dict[str, Any] = {key: str(value) for key, value in named.items() if value is not None}
+    values["protocol"] = [protocol] if isinstance(protocol, str) else list(protocol)
+    return run_evaluation(str(model), validate(EvaluateSettings, merge(values, overrides or {}), origin="evaluate"))
+
+
+def run_evaluation(model: str, settings: EvaluateSettings) -> EvaluateResult:
+    """`evaluate` with all settings in one object, as the command line gives them."""
+    with model_on_device(model, settings, cache=settings.cache_folder()) as (extractor, console):
+        return _run(extractor, settings, Path(settings.output).expanduser(), console)
+
+
+@contextmanager
+def model_on_device(model: str, settings: ModelSettings, *, cache: Path | None) -> Iterator[tuple[Extractor, Console]]:
+    """The model, ready to read features with, and where to say things."""
+    device = choose_device(settings.device, option="device")
+    distributed.start(device.type)
+    console = Console(stderr=True, quiet=not distributed.is_main(), highlight=False)
+    try:
+        with host_threads_for(device), _progress_on(console) as progress:
+            loaded = _load(model, settings)
+            loaded.backbone.to(device)
+            extraction = ExtractionSettings(**{key: getattr(settings, key) for key in ExtractionSettings.model_fields})
+            say(console, f"{loaded.name}: {loaded.origin}; {loaded.architecture}, {loaded.image_size} px, {settings.precision}, {device}")
+            extractor = Extractor(
+                model=loaded, settings=extraction, device=device, cache=cache, feature=settings.feature, progress=progress
+            )
+            yield extractor, console
+    finally:
+        distributed.stop()
+
+
+def _load(model: str, settings: ModelSettings) -> LoadedModel:
+    loaded = open_model(model, num_heads=settings.num_heads, pretrained=settings.pretrained)
+    if settings.image_size is None:
+        return loaded
+    return replace(loaded, image_size=whole_patches(settings.image_size, patch_size(loaded.backbone), option="image_size"))
+
+
+def say(console: Console, text: str, *, style: str | None = None) -> None:
+    console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
+
+
+@contextmanager
+def _progress_on(console: Console) -> Iterator[ProgressFunction]:
+    """A bar on a terminal; elsewhere nothing, results are announced as they come."""
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    tasks: dict[str, TaskID] = {}
+
+    def show(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            for task in tasks.values():
+                bar.update(task, visible=False)
+            tasks[what] = bar.add_task(what, total=total)
+        bar.update(tasks[what], completed=min(done, total), total=total, visible=done < total)
+
+    with bar:
+        yield show
+
+
+def _run(extractor: Extractor, settings: EvaluateSettings, folder: Path, console: Console) -> EvaluateResult:
+    jobs, missing = jobs_of(settings)
+    path = folder / RESULTS_FILE
+    before = read_rows(path)
+    distributed.barrier()  # all processes have read the same rows before one adds to them
+    done, failed = set(), {}
+    for job in jobs:
+        try:
+            _measure(job, extractor, folder, [] if settings.again else before, console)
+            done.add((job.protocol, job.data_name))
+        except MasslError as error:
+            if len(jobs) == 1:
+                raise
+            failed[job.title] = str(error)
+            say(console, f"{job.title}: {error}", style="red")
+    rows = [row for row in newest(read_rows(path)) if row.weights == extractor.model.fingerprint]
+    if distributed.is_main():
+        _report(rows, done, missing, failed, folder)
+    return EvaluateResult(
+        folder=folder,
+        rows=[row for row in rows if (row.protocol, row.data) in done],
+        missing={job.title: job.lacks for job in missing},
+        failed=failed,
+    )
+
+
+def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRow], console: Console) -> None:
+    """The job's numbers, added to the results together once all are there."""
+    model = extractor.model
+    data = job.open(job.output_in(folder), lambda remark: say(console, f"{job.title}: {remark}", style="yellow"))
+    how = {"weights": model.fingerprint, "image_size": model.image_size, "feature": extractor.feature}
+    run = digest_of(job, data, model={**how, **extractor.settings.model_dump(include={"precision", "decoder"})})
+    if any(row.run == run for row in before):
+        say(console, f"{job.title}: measured before, see {folder / RESULTS_FILE}; --again True measures it anew")
+        return
+    began = time.perf_counter()
+    measurements = list(PROTOCOLS[job.protocol].measure(extractor, data, job.settings))
+    seconds = time.perf_counter() - began
+    if distributed.is_main():
+        rows = [
+            ResultRow(
+                protocol=job.protocol,
+                **asdict(measurement),
+                seconds=round(seconds, 3),
+                weights=model.fingerprint,
+                model=model.name,
+                architecture=model.architecture,
+                precision=extractor.settings.precision,
+                run=run,
+            )
+            for measurement in measurements
+        ]
+        append_rows(folder / RESULTS_FILE, rows)
+    distributed.barrier()
+    say(console, f"{job.title}: {len(measurements)} numbers in {seconds:.1f} s", style="green")
+
+
+def _report(rows: list[ResultRow], done: set[tuple[str, str]], missing: list[MissingJob], failed: Mapping[str, str], folder: Path) -> None:
+    """The table of what was asked for on the screen; that of all results of these weights in a file."""
+    plain = [asdict(row) for row in rows]
+    averages = transfer_averages(plain)
+    shown = [row for row in plain if (row["protocol"], row["data"]) in done]
+    screen = Console(highlight=False)
+    if shown:
+        screen.print(as_rich(results_table([*shown, *(averages if len(done) > 1 else [])])))
+    for job in missing:
+        say(screen, f"not measured: {job.title}. {job.lacks}")
+    for title, error in failed.items():
+        say(screen, f"failed: {title}. {error}", style="red")
+    if plain:
+        (folder / TABLE_FILE).write_text(as_markdown(results_table([*plain, *averages])) + "\n", encoding="utf-8")
+        say(screen, f"results: {folder / RESULTS_FILE}, {folder / TABLE_FILE}")

@@ -1,0 +1,89 @@
+"""Image files named one by one, in a given order: lists of published splits, queries of retrieval sets."""
+
+import hashlib
+import itertools
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from massl.data.sources.base import DataError, EncodedImage, Orientation, known_orientation
+from massl.data.sources.file_stamps import digest_of_files, in_threads
+
+
+class FileListSource:
+    """The images at root/file, in the order of `files`. All must be there. A negative label says that the image has none.
+
+    They are not turned upright unless `orientation` says so: published evaluations on such lists do not.
+    """
+
+    pixels = None
+
+    def __init__(
+        self,
+        root: Path,
+        files: Sequence[str],
+        *,
+        labels: Sequence[int] | None = None,
+        class_names: tuple[str, ...] | None = None,
+        name: str,
+        orientation: Orientation = "stored",
+    ) -> None:
+        self.name = name
+        self.class_names = _class_names(labels, class_names, num_files=len(files), name=name)
+        self._root = root
+        self._files = tuple(files)
+        self._labels = None if labels is None else array("q", labels)
+        self._orientation = known_orientation(orientation, name=name)
+        self._require_all()
+
+    def _require_all(self) -> None:
+        def missing_of(chunk: list[str]) -> list[str]:
+            return [file for file in chunk if not (self._root / file).is_file()]
+
+        missing = list(itertools.chain.from_iterable(in_threads(missing_of, self._files)))
+        if missing:
+            shown = ", ".join(str(self._root / file) for file in missing[:3]) + (" ..." if len(missing) > 3 else "")
+            raise DataError(
+                f"{self.name}: {len(missing)} of {len(self)} listed images are not there ({shown}); "
+                f"complete {self._root}, or give the folder that the list is relative to"
+            )
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, index: int) -> EncodedImage:
+        return EncodedImage(
+            data=(self._root / self._files[index]).read_bytes(),
+            label=self.label_of(index),
+            key=self.key_of(index),
+            turn_upright=self._orientation == "exif",
+        )
+
+    def label_of(self, index: int) -> int | None:
+        return None if self._labels is None or self._labels[index] < 0 else self._labels[index]
+
+    def key_of(self, index: int) -> str:
+        return self._files[index]
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(f"{self._orientation} {digest_of_files(self._root, self._files)}".encode())
+        digest.update(self._labels or b"")
+        return digest.hexdigest()
+
+
+def _class_names(labels: Sequence[int] | None, class_names: tuple[str, ...] | None, *, num_files: int, name: str) -> tuple[str, ...] | None:
+    """Those given, or else the numbers of the labels, once all fits together."""
+    if num_files == 0:
+        raise DataError(f"{name} lists no images")
+    if labels is None:
+        if class_names is not None:
+            raise DataError(f"{name}: names of {len(class_names)} classes, but no labels; give one for each of {num_files} images")
+        return None
+    if len(labels) != num_files:
+        raise DataError(f"{name}: {len(labels)} labels for {num_files} images; give one for each")
+    num_classes = max(labels) + 1
+    if class_names is None:
+        return tuple(map(str, range(num_classes))) or None
+    if num_classes > len(class_names):
+        raise DataError(f"{name}: label {num_classes - 1} is none of the {len(class_names)} classes; they are numbered from 0")
+    return class_names

@@ -1,0 +1,218 @@
+import fcntl
+import json
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from massl.evaluations.base import EvaluationError
+from massl.evaluations.results import ResultRow, append_rows, newest, read_rows
+
+
+def result(**changes: Any) -> ResultRow:
+    values = {
+        "protocol": "knn",
+        "data": "Pets",
+        "setting": "k=20",
+        "metric": "top1",
+        "value": 91.25,
+        "num_samples": 3669,
+        "seconds": 1.5,
+        "weights": "0123456789abcdef",
+        "model": "runs/Fotos für später",
+        "architecture": "ViT-S/16",
+        "precision": "fp32",
+        "run": "fedcba9876543210",
+        "created": "2024-07-21T12:00:00+00:00",
+        "version": "0.1.0",
+    }
+    return ResultRow(**{**values, **changes})
+
+
+def file_with(folder: Path, *rows: ResultRow) -> Path:
+    path = folder / "results.jsonl"
+    append_rows(path, rows)
+    return path
+
+
+# ---- a row ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["value", "seconds"])
+def test_what_is_no_number_is_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(EvaluationError, match=rf"knn on Pets, k=20, top1: the {name} is (nan|-?inf), which is no result"):
+        result(**{name: value})
+
+
+@pytest.mark.parametrize("created", ["yesterday", "", "2024-07-21T12:00:00", "2024-07-21T12:00:00+02:00"])
+def test_a_time_that_is_not_in_utc_is_refused(created: str) -> None:
+    with pytest.raises(EvaluationError, match="expected a time in UTC"):
+        result(created=created)
+
+
+def test_a_new_row_knows_when_and_by_what_it_was_made() -> None:
+    values = asdict(result())
+    del values["created"], values["version"]
+    row = ResultRow(**values)
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(row.created)).total_seconds()) < 60
+    assert row.version[0].isdigit()
+
+
+# ---- writing and reading -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_come_back_as_they_were_in_the_order_they_were_written(tmp_path: Path) -> None:
+    rows = [result(), result(setting="k=10", value=-0.1 / 3), result(data='a "b"\n|c|', value=0)]
+    path = file_with(tmp_path / "new" / "folders", *rows[:2])
+    append_rows(path, rows[2:])
+    assert read_rows(path) == rows
+
+
+def test_every_line_is_a_json_object_of_its_own(tmp_path: Path) -> None:
+    path = file_with(tmp_path, result(), result(metric="top5"))
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [asdict(result()), asdict(result(metric="top5"))]
+
+
+def test_without_a_file_there_are_no_rows_and_none_is_made(tmp_path: Path) -> None:
+    assert read_rows(tmp_path / "results.jsonl") == []
+    append_rows(tmp_path / "results.jsonl", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(num_bytes=st.integers(min_value=0), reads_before=st.booleans())
+def test_a_file_cut_off_anywhere_keeps_its_whole_rows_and_takes_new_ones(tmp_path: Path, num_bytes: int, reads_before: bool) -> None:
+    path = tmp_path / "results.jsonl"
+    path.unlink(missing_ok=True)
+    rows = [result(), result(setting="k=10"), result(setting="k=100")]
+    append_rows(path, rows)
+    whole = path.read_bytes()
+    kept = whole[: num_bytes % (len(whole) + 1)]
+    path.write_bytes(kept)
+    # a row is whole with its last brace, before its line break
+    num_whole = sum(len(b"\n".join(whole.split(b"\n")[: number + 1])) <= len(kept) for number in range(3))
+    if reads_before:
+        assert read_rows(path) == rows[:num_whole]
+        assert path.read_bytes() in (b"", whole[: whole.find(b"\n") + 1], *(_lines(whole, number) for number in (2, 3)))
+    append_rows(path, [result(setting="k=200")])
+    assert read_rows(path) == [*rows[:num_whole], result(setting="k=200")]
+
+
+def _lines(content: bytes, number: int) -> bytes:
+    return b"".join(line + b"\n" for line in content.split(b"\n")[:number])
+
+
+def test_a_last_row_that_lacks_only_its_line_break_counts(tmp_path: Path) -> None:
+    path = file_with(tmp_path, result(), result(metric="top5"))
+    whole = path.read_bytes()
+    path.write_bytes(whole.removesuffix(b"\n"))
+    assert read_rows(path) == [result(), result(metric="top5")]
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{'protocol'", "it is not JSON"),
+        ("3", "it lacks protocol, data"),
+        ("null", "it lacks protocol, data"),
+        ('{"protocol": "knn"}', "it lacks data, setting"),
+        (json.dumps({key: value for key, value in asdict(result()).items() if key != "created"}), r"it lacks created\)"),
+        (json.dumps({**asdict(result()), "colour": "red"}), "colour"),
+        (json.dumps({**asdict(result()), "value": "91"}), "value: .*valid number"),
+        (json.dumps({**asdict(result()), "num_samples": 1.5}), "num_samples"),
+        (json.dumps({**asdict(result()), "value": math.nan}), "the value is nan"),
+    ],
+)
+def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str, problem: str) -> None:
+    path = file_with(tmp_path, result())
+    content = path.read_text() + line + "\n"
+    path.write_text(content + content)
+    with pytest.raises(EvaluationError, match=rf"results.jsonl, line 2 is no result of massl \(.*{problem}"):
+        read_rows(path)
+    assert path.read_text() == content + content
+
+
+def test_empty_lines_do_no_harm(tmp_path: Path) -> None:
+    path = file_with(tmp_path, result())
+    path.write_text("\n" + path.read_text() + " \n")
+    assert read_rows(path) == [result()]
+
+
+def test_a_write_that_fails_leaves_none_of_its_rows_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = file_with(tmp_path, result())
+    before = path.read_bytes()
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk)
+        with pytest.raises(EvaluationError, match=r"cannot write results to .*results.jsonl: no space left; make room"):
+            append_rows(path, [result(metric="top5"), result(metric="top3")])
+    assert path.read_bytes() == before
+
+
+def test_a_folder_that_is_a_file_is_refused_with_advice(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(EvaluationError, match=r"cannot write results to .*name another folder"):
+        append_rows(tmp_path / "taken" / "results.jsonl", [result()])
+
+
+@pytest.mark.parametrize("work", ["read", "append"])
+def test_a_write_that_is_under_way_is_waited_for_and_not_taken_for_a_crash(tmp_path: Path, work: str) -> None:
+    path = file_with(tmp_path, result())
+    line = json.dumps(asdict(result(metric="top5"))).encode() + b"\n"
+    with ThreadPoolExecutor(1) as pool:
+        with path.open("ab", buffering=0) as writer:
+            fcntl.flock(writer, fcntl.LOCK_EX)
+            writer.write(line[:50])
+            pending = pool.submit(read_rows, path) if work == "read" else pool.submit(append_rows, path, [result(metric="top3")])
+            with pytest.raises(TimeoutError):
+                pending.result(timeout=0.2)
+            writer.write(line[50:])
+        found = pending.result(timeout=30)
+    rows = [result(), result(metric="top5"), *([result(metric="top3")] if work == "append" else [])]
+    assert read_rows(path) == rows
+    assert found == (rows if work == "read" else None)
+
+
+# ---- the newest ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_latest_of_equal_rows_counts_wherever_it_stands() -> None:
+    old, new = result(value=1.0), result(value=2.0, created="2024-07-22T00:00:00+00:00")
+    assert newest([old, new]) == newest([new, old]) == [new]
+
+
+def test_of_rows_of_one_second_the_last_counts() -> None:
+    assert newest([result(value=1.0), result(value=2.0)]) == [result(value=2.0)]
+
+
+def test_times_are_compared_as_times_not_as_text() -> None:
+    early, late = result(value=1.0, created="2024-07-21T12:00:00Z"), result(value=2.0, created="2024-07-21T12:00:00.500000+00:00")
+    assert newest([late, early]) == [late]
+
+
+@pytest.mark.parametrize("name", ["protocol", "data", "setting", "metric", "weights", "precision"])
+def test_rows_that_measure_something_else_stay_beside_each_other(name: str) -> None:
+    rows = [result(), result(**{name: "other"})]
+    assert newest(rows) == rows
+
+
+@pytest.mark.parametrize("name", ["model", "run", "version", "architecture"])
+def test_a_new_name_for_the_same_weights_replaces_the_old_row(name: str) -> None:
+    assert newest([result(), result(**{name: "other"})]) == [result(**{name: "other"})]
+
+
+def test_a_newer_row_takes_the_place_of_the_older_one() -> None:
+    rows = [result(setting="k=10"), result(setting="k=20"), replace(result(setting="k=10"), created="2025-01-01T00:00:00+00:00")]
+    assert newest(rows) == [rows[2], rows[1]]
