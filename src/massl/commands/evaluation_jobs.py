@@ -80,13 +80,14 @@ def _job_on_known_data(settings: EvaluateSettings, protocol: str, name: str) -> 
     root = Path(settings.data_root).expanduser()
     needs = PROTOCOLS[protocol].needs
     lacks = missing_data(name, root, parts=needs)
+    parts = (*needs, "validation") if missing_data(name, root, parts=("validation",)) is None else needs
     if lacks is not None:
         raise EvaluationError(f"{protocol} on {name}: {lacks}")
     return Job(
         protocol=protocol,
         data_name=name,
         settings=_with_head(settings.of_protocol(protocol), settings),
-        open=lambda output, warn: open_data(name, root, parts=needs, output=output, warn=warn),
+        open=lambda output, warn: open_data(name, root, parts=parts, output=output, warn=warn),
     )
 
 
@@ -118,14 +119,14 @@ def _with_head(chosen: Settings, settings: EvaluateSettings) -> Settings:
 def digest_of(job: Job, data: EvaluationData, *, model: dict[str, object]) -> str:
     """Digest of all that decides the job's numbers; a result kept under it need not be measured again."""
     sources = {part: getattr(data, part) for part in ("train", "test", "validation")}
-    head = Path(str(getattr(job.settings, "head", "")))
+    files = [str(getattr(job.settings, "head", "")), *getattr(job.settings, "lists", ())]  # whose content counts, not only their names
     return fingerprint(
         {
             "protocol": job.protocol,
             "settings": job.settings.model_dump(mode="json"),
             "data": {part: None if source is None else source.fingerprint() for part, source in sources.items()},
             "folder": None if data.folder is None else digest_of_files(data.folder, files_below(data.folder)),
-            "head": digest_of_files(head.parent, [head.name]) if head.is_file() else None,
+            "files": [digest_of_files(path.parent, [path.name]) for path in map(Path, files) if path.is_file()],
             "name": data.name,
             **model,
         }

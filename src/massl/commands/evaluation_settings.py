@@ -11,6 +11,7 @@ from massl.evaluations.backgrounds import BackgroundsSettings
 from massl.evaluations.clustering import ClusteringSettings
 from massl.evaluations.copy_detection import CopyDetectionSettings
 from massl.evaluations.correspondence import CorrespondenceSettings
+from massl.evaluations.davis import DavisSettings
 from massl.evaluations.features import ExtractionSettings
 from massl.evaluations.knn import KnnSettings
 from massl.evaluations.linear import LinearSettings
@@ -44,7 +45,7 @@ class EvaluateSettings(ModelSettings):
     train: str | None = Field(None, description="images to learn from: a folder, archive or URI, as in pretrain's --data.source")
     test: str | None = Field(None, description="images to score")
     validation: str | None = Field(None, description="images for choosing rates; default: a part of train is held out")
-    folder: str | None = Field(None, description="of retrieval, copy-detection and backgrounds: the folder in the published layout")
+    folder: str | None = Field(None, description="of retrieval, copy-detection, backgrounds and davis: the folder in the published layout")
     data: tuple[str, ...] = Field(
         (), description="data sets by name (CIFAR-10, Pets ...) below data_root, instead of train, test and folder"
     )
@@ -63,6 +64,7 @@ class EvaluateSettings(ModelSettings):
     clustering: ClusteringSettings = ClusteringSettings()
     attention: AttentionSettings = AttentionSettings()
     correspondence: CorrespondenceSettings = CorrespondenceSettings()
+    davis: DavisSettings = DavisSettings()
 
     @model_validator(mode="after")
     def _something_is_asked_for(self) -> "EvaluateSettings":

@@ -33,8 +33,7 @@ def train_statistics(rows: Tensor) -> tuple[Tensor, Tensor]:  # [N, D] -> mean [
     mean = torch.stack([chunk.double().sum(dim=0) for chunk in chunks]).sum(dim=0) / len(rows)
     squares = torch.stack([(chunk.double() - mean).square().sum(dim=0) for chunk in chunks]).sum(dim=0)
     deviation = (squares / len(rows)).sqrt()
-    varies = deviation > torch.finfo(rows.dtype).eps * mean.abs()  # below, all that varies is the rounding of one number
-    return mean, torch.where(varies, deviation, 1.0)
+    return mean, torch.where(deviation > 0.0, deviation, 1.0)  # exactly 0 where all are equal: float64 holds such sums without rounding
 
 
 def standardised(rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:  # [N, D], [D], [D] -> [N, D]
@@ -45,7 +44,7 @@ def cluster(train: Tensor, test: Tensor, *, num_clusters: int, settings: Cluster
     """The cluster of each test row, for clusters found among the training rows."""
     if num_clusters > len(train):
         raise EvaluationError(
-            f"cannot find {num_clusters} clusters among {len(train)} images; choose fewer with --clustering.ks or add images"
+            f"cannot find {num_clusters} clusters among {len(train)} images; give more images, or smaller numbers in --clustering.ks"
         )
     num_points = num_clusters * settings.subsample_per_centroid
     points = train

@@ -178,7 +178,7 @@ def open_points_model(extractor: Extractor, name: str) -> LoadedModel:
         if not has_class_token(extractor.model.backbone):
             raise UnsuitableModel(
                 f"the drawn patches are chosen by the attention of a class token, which {extractor.model.name} does not have; name another "
-                "model for it with --correspondence.points_model, or draw nothing with --correspondence.num_figures 0"
+                "model that chooses them with points_model, or leave the figures out with num_figures 0"
             )
         return extractor.model
     model = open_model(name)
@@ -245,8 +245,8 @@ def measure_correspondence(extractor: Extractor, data: EvaluationData, settings:
     shares = _shares(extractor, data.test, settings, size=size)  # [images, 2, radii]
     if points_model is not None and distributed.is_main():
         _save_figures(extractor, data, settings, size=size, points_model=points_model)
-    matching = f"two views of an image, {'cosine' if settings.cosine else 'dot product'}"
-    for setting, percents in zip((matching, "two views of an image, chance"), (100 * shares.mean(dim=0)).tolist(), strict=True):
+    matching = f"instance, {'cosine' if settings.cosine else 'dot product'}"
+    for setting, percents in zip((matching, "instance, chance"), (100 * shares.mean(dim=0)).tolist(), strict=True):
         for radius, value in zip(settings.radii, percents, strict=True):
             yield Measurement(data=data.name, setting=setting, metric=f"matched within R={radius}", value=value, num_samples=len(shares))
 

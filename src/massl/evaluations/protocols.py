@@ -6,6 +6,7 @@ from massl.evaluations.base import ProtocolEntry
 from massl.evaluations.clustering import ClusteringSettings, measure_clustering
 from massl.evaluations.copy_detection import CopyDetectionSettings, measure_copy_detection
 from massl.evaluations.correspondence import CorrespondenceSettings, measure_correspondence
+from massl.evaluations.davis import DavisSettings, measure_davis
 from massl.evaluations.knn import KnnSettings, measure_knn
 from massl.evaluations.linear import LinearSettings, measure_linear
 from massl.evaluations.logreg import LogisticSettings, measure_logreg
@@ -26,5 +27,8 @@ PROTOCOLS: dict[str, ProtocolEntry] = {
     "backgrounds": ProtocolEntry(measure_backgrounds, BackgroundsSettings, ("folder",), "ImageNet-9, robustness to backgrounds"),
     "clustering": ProtocolEntry(measure_clustering, ClusteringSettings, _PAIR, "k-means against labels: NMI, AMI, ARI"),
     "attention": ProtocolEntry(measure_attention, AttentionSettings, ("test",), "self-attention of the class token, with figures"),
-    "correspondence": ProtocolEntry(measure_correspondence, CorrespondenceSettings, ("test",), "matching patches of two views, with figures"),
+    "correspondence": ProtocolEntry(
+        measure_correspondence, CorrespondenceSettings, ("test",), "matching patches of two views, with figures"
+    ),
+    "davis": ProtocolEntry(measure_davis, DavisSettings, ("folder",), "DAVIS-2017 video segmentation by propagation; not in the paper"),
 }

@@ -150,7 +150,6 @@ def test_whatever_changes_an_image_its_place_or_its_label_changes_the_fingerprin
     (tmp_path / "a/x.jpg").write_bytes(b"a/z.jpg")  # as many bytes
     os.utime(tmp_path / "a/x.jpg", ns=(status.st_atime_ns, status.st_mtime_ns))  # and, as a tool may pretend, as old
     assert changed()
-    assert source.fingerprint() == seen[-1]  # a source that is open sees it, too
     touch(tmp_path, "b/z.jpg")
     assert changed()
     (tmp_path / "b/z.jpg").rename(tmp_path / "b/w.jpg")

@@ -138,7 +138,7 @@ def test_the_fingerprint_of_a_set_on_disk_changes_with_its_files(tmp_path: Path)
     assert open_source(f"torchvision:ImageFolder?root={tmp_path}").fingerprint() == first
     assert open_source(f"torchvision:ImageFolder?root={tmp_path}&allow_empty=true").fingerprint() != first
     Image.new("RGB", (5, 4), (1, 2, 3)).save(tmp_path / "dog" / "x.png")
-    assert source.fingerprint() != first
+    assert open_source(f"torchvision:ImageFolder?root={tmp_path}").fingerprint() != first
 
 
 def test_only_the_folder_of_the_set_itself_counts_for_its_fingerprint(tmp_path: Path) -> None:

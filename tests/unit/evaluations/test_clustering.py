@@ -105,7 +105,9 @@ def test_settings_reach_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_clusters_than_images_are_refused_with_advice() -> None:
-    with pytest.raises(EvaluationError, match=r"cannot find 4 clusters among 3 images; choose fewer with --clustering\.ks"):
+    with pytest.raises(
+        EvaluationError, match=r"cannot find 4 clusters among 3 images; give more images, or smaller numbers in --clustering\.ks"
+    ):
         cluster(draw(3, 2, seed=0), draw(3, 2, seed=1), num_clusters=4, settings=ClusteringSettings())
 
 

@@ -17,6 +17,7 @@ from massl.evaluations import correspondence
 from massl.evaluations.base import EvaluationData
 from massl.evaluations.correspondence import (
     CorrespondenceSettings,
+    class_pairs,
     instance_pairs,
     measure_correspondence,
     same_class_pairs,
@@ -84,7 +85,7 @@ def extractor_of(model: LoadedModel, batch_size: int = 10) -> Extractor:
 def measured(model: LoadedModel, source: ArraySource, output: Path, **settings: Any) -> dict[tuple[str, str], float]:
     data = EvaluationData(name=source.name, test=source, output=output)
     found = list(measure_correspondence(extractor_of(model), data, CorrespondenceSettings.model_validate(settings)))
-    return {(one.setting.removeprefix("two views of an image, "), one.metric): one.value for one in found}
+    return {(one.setting.removeprefix("instance, "), one.metric): one.value for one in found}
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------------------------
@@ -149,6 +150,19 @@ def test_class_pairs_are_different_images_of_one_class(labels: list[int], num_pa
     assert all(labels[first] == labels[second] >= 0 for first, second in pairs.tolist())
     assert len(set(pairs.flatten().tolist())) == 2 * len(pairs)
     assert torch.equal(pairs, same_class_pairs(torch.tensor(labels), num_pairs=num_pairs, key=(0, "test")))
+
+
+def test_the_views_of_a_class_pair_are_those_of_its_images() -> None:
+    greys = np.full((6, 10, 14, 3), 1, dtype=np.uint8) * np.arange(0, 240, 40, dtype=np.uint8)[:, None, None, None]
+    source = ArraySource(name="greys", pixels=greys, labels=None, class_names=None, key_prefix="grey")
+    pairs = torch.tensor([[3, 0], [1, 5], [4, 2]])
+    batches = list(class_pairs(extractor_of(loaded(tiny_backbone()), batch_size=4), source, pairs, size=32))
+    assert [len(batch) for batch in batches] == [2, 1]
+    assert torch.equal(torch.cat([batch.indices for batch in batches]), pairs)
+    for column, views in enumerate([torch.cat([batch.first for batch in batches]), torch.cat([batch.second for batch in batches])]):
+        expected = (pairs[:, column] * 40 / 255 - MEAN[0]) / STD[0]
+        torch.testing.assert_close(views[:, 0].mean(dim=(1, 2)), expected)
+    assert batches[0].overlap is None  # of different images no true match is known
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------------------------
@@ -223,7 +237,7 @@ def test_a_size_of_broken_patches_is_refused_with_advice(map_source: ArraySource
 
 def test_a_model_without_class_token_is_measured_but_cannot_choose_points(map_source: ArraySource, tmp_path: Path) -> None:
     model = loaded(tiny_backbone(name="vit_little_patch16_reg4_gap_256"))
-    with pytest.raises(UnsuitableModel, match=r"--correspondence.points_model, or draw nothing with --correspondence.num_figures 0"):
+    with pytest.raises(UnsuitableModel, match="chooses them with points_model, or leave the figures out with num_figures 0"):
         measured(model, map_source, tmp_path)
     assert len(measured(model, map_source, tmp_path, num_figures=0)) == 6
 

@@ -125,22 +125,46 @@ def test_each_object_counts_once_whatever_video_it_is_in(extractor: Extractor, t
 
 
 def test_the_first_and_the_last_frame_are_not_judged(extractor: Extractor, tmp_path: Path) -> None:
-    write_video(tmp_path, "band", lambda frame: band(frame) if frame < NUM_FRAMES - 1 else np.ones_like(band(0)))
+    write_video(tmp_path, "band", band)
     list_videos(tmp_path, "band")
+    last = tmp_path / "Annotations" / "480p" / "band" / f"{NUM_FRAMES - 1:05d}.png"
+    Image.fromarray(1 - band(NUM_FRAMES - 1)).save(last)
     assert measure(extractor, tmp_path)["J"] == 100.0
+    last.unlink()
+    (tmp_path / "JPEGImages" / "480p" / "band" / f"{NUM_FRAMES - 1:05d}.jpg").unlink()
+    Image.fromarray(1 - band(NUM_FRAMES - 3)).save(last.with_name(f"{NUM_FRAMES - 3:05d}.png"))
+    assert measure(extractor, tmp_path)["J"] == pytest.approx(100 * 2 / 3), "one of the frames 1, 2 and 3 is judged wrong"
 
 
 def test_void_pixels_are_not_judged(extractor: Extractor, tmp_path: Path) -> None:
     def with_void(frame: int) -> Mask:
         mask = band(frame)
-        mask[:, : PATCH * (2 + frame)] = 255  # the left edge of the band and all left of it
-        return mask if frame else band(0)
+        if frame == 0:
+            mask[:, -PATCH:] = 255
+        else:
+            mask[:, : PATCH * (2 + frame)] = 255  # the left edge of the band and all left of it
+        return mask
 
     write_video(tmp_path, "band", band)
     for frame in range(NUM_FRAMES):
         Image.fromarray(with_void(frame)).save(tmp_path / "Annotations" / "480p" / "band" / f"{frame:05d}.png")
     list_videos(tmp_path, "band")
-    assert measure(extractor, tmp_path) == {"J&F": 100.0, "J": 100.0, "F": 100.0}
+    measured = list(measure_davis(extractor, EvaluationData(name="x", folder=tmp_path, output=tmp_path), DavisSettings()))
+    assert [measurement.value for measurement in measured] == [100.0] * 3
+    assert {measurement.num_samples for measurement in measured} == {1}, "255 is no object's number"
+
+
+def test_labels_come_from_the_frames_before_as_well_as_from_the_first(extractor: Extractor, tmp_path: Path) -> None:
+    write_video(tmp_path, "band", band)
+    list_videos(tmp_path, "band")
+    assert measure(extractor, tmp_path, radius=2, num_context=1)["J"] == 100.0
+    assert measure(extractor, tmp_path, radius=2, num_context=0)["J"] < 100.0
+
+
+def test_an_object_that_was_hidden_is_recognised_from_the_first_frame(extractor: Extractor, tmp_path: Path) -> None:
+    write_video(tmp_path, "band", lambda frame: np.zeros_like(band(0)) if frame in (1, 2) else band(0))
+    list_videos(tmp_path, "band")
+    assert measure(extractor, tmp_path, num_context=1)["J"] == 100.0
 
 
 def test_an_object_is_lost_when_it_moves_further_than_labels_may(extractor: Extractor, tmp_path: Path) -> None:

@@ -277,6 +277,21 @@ def test_validation_images_choose_the_rate_where_they_are_given(tmp_path: Path) 
     assert own_top1 == pytest.approx(float(trained.held_out_top1.max()))  # the heads themselves are scored on it: there is no second set
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("crops", ["fresh", "cached"])
+def test_a_gpu_finds_the_curves_of_the_cpu(crops: str, tmp_path: Path) -> None:
+    settings = QUICK.model_copy(update={"crops": crops})
+    list(measure_linear(extractor_of(), data_in(tmp_path / "cpu"), settings))
+    model = tiny_model()
+    model.backbone.cuda()
+    list(measure_linear(extractor_of(model, device=torch.device("cuda")), data_in(tmp_path / "gpu"), settings))
+    curves, others = (json.loads((tmp_path / device / "linear_curve.json").read_text()) for device in ("cpu", "gpu"))
+    for name in ("test_top1", "held_out_top1"):
+        torch.testing.assert_close(
+            torch.tensor(curves[name]), torch.tensor(others[name]), atol=10.1, rtol=0
+        )  # an image or two of 10 and 30
+
+
 # ---- stopping and continuing ---------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 from massl.data.sources.base import DataError, EncodedImage, Orientation, known_orientation
@@ -66,6 +67,11 @@ class FileListSource:
         return self._files[index]
 
     def fingerprint(self) -> str:
+        """Of the files as they were when it was first asked for."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256(f"{self._orientation} {digest_of_files(self._root, self._files)}".encode())
         digest.update(self._labels or b"")
         return digest.hexdigest()

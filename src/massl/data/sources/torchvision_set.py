@@ -58,7 +58,11 @@ class TorchvisionSource:
         return f"{type(self._dataset).__name__}/{index}"
 
     def fingerprint(self) -> str:
-        """Of the pixels where they are in memory, else of the files as they are now and of what the set makes of them."""
+        """Of the pixels where they are in memory, else of the files as they were at first and of what the set makes of them."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         if self.pixels is not None:
             return self._digest_of_pixels
         digest = hashlib.sha256(repr((type(self._dataset).__name__, sorted(self._arguments.items()))).encode())
