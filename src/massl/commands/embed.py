@@ -14,7 +14,6 @@ from massl import distributed
 from massl.commands.evaluate import model_on_device, say
 from massl.commands.evaluation_settings import ModelSettings
 from massl.config import MasslError, merge, validate
-from massl.data.evaluation_views import CentreView
 from massl.data.sources import open_source
 
 Rows = NDArray[np.float32]
@@ -24,7 +23,6 @@ Labels = NDArray[np.int64]
 class EmbedSettings(ModelSettings):
     data: str = Field(description="the images: a folder, archive or URI, as in pretrain's --data.source")
     out: str = Field(description="file to write: .parquet (needs pyarrow), .npz or .safetensors")
-    crop_ratio: float = Field(224 / 256, gt=0, le=1, description="centre crop / shorter side; 1: the whole shorter side")
 
     @model_validator(mode="after")
     def _format_is_known(self) -> "EmbedSettings":
@@ -47,7 +45,7 @@ def run_embedding(model: str, settings: EmbedSettings) -> Path:
         _require_pyarrow()
     source = open_source(settings.data)
     with model_on_device(model, settings, cache=None) as (extractor, console):
-        view = CentreView(size=extractor.model.image_size, crop_ratio=settings.crop_ratio)
+        view = extractor.centre_view()
         wanted = extractor.feature or "pooled"
         features = extractor.features(source, view=view, feature=wanted)
         if distributed.is_main():

@@ -1,5 +1,6 @@
 """Evaluation, assembled: model -> features -> protocols -> results.jsonl and a table with the paper's figures beside ours."""
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,16 +16,18 @@ from massl.commands.device import choose_device, host_threads_for
 from massl.commands.evaluation_jobs import Job, MissingJob, digest_of, jobs_of
 from massl.commands.evaluation_settings import EvaluateSettings, ModelSettings
 from massl.config import MasslError, merge, validate
-from massl.data.evaluation_views import whole_patches
+from massl.data.evaluation_views import PUBLISHED_CROP_RATIO, whole_patches
+from massl.evaluations.base import Measurement
 from massl.evaluations.features import ExtractionSettings, Extractor
 from massl.evaluations.features import Progress as ProgressFunction
 from massl.evaluations.protocols import PROTOCOLS
 from massl.evaluations.results import ResultRow, append_rows, newest, read_rows
 from massl.nn.readout import patch_size
 from massl.reports.tables import as_markdown, as_rich, results_table, transfer_averages
-from massl.weights.models import LoadedModel, open_model
+from massl.weights.models import LoadedModel, open_model, own_image_size
 
 RESULTS_FILE, TABLE_FILE = "results.jsonl", "results.md"
+FILE_WIDTH = 160  # characters of a table that goes to a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,13 @@ def model_on_device(model: str, settings: ModelSettings, *, cache: Path | None) 
             extraction = ExtractionSettings(**{key: getattr(settings, key) for key in ExtractionSettings.model_fields})
             say(console, f"{loaded.name}: {loaded.origin}; {loaded.architecture}, {loaded.image_size} px, {settings.precision}, {device}")
             extractor = Extractor(
-                model=loaded, settings=extraction, device=device, cache=cache, feature=settings.feature, progress=progress
+                model=loaded,
+                settings=extraction,
+                device=device,
+                cache=cache,
+                feature=settings.feature,
+                crop_ratio=settings.crop_ratio,
+                progress=progress,
             )
             yield extractor, console
     finally:
@@ -143,13 +152,18 @@ def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRo
     """The job's numbers, added to the results together once all are there."""
     model = extractor.model
     data = job.open(job.output_in(folder), lambda remark: say(console, f"{job.title}: {remark}", style="yellow"))
-    how = {"weights": model.fingerprint, "image_size": model.image_size, "feature": extractor.feature}
+    how = {
+        "weights": model.fingerprint,
+        "image_size": model.image_size,
+        "feature": extractor.feature,
+        "crop_ratio": extractor.crop_ratio,
+    }
     run = digest_of(job, data, model={**how, **extractor.settings.model_dump(include={"precision", "decoder"})})
     if any(row.run == run for row in before):
         say(console, f"{job.title}: measured before, see {folder / RESULTS_FILE}; --again True measures it anew")
         return
     began = time.perf_counter()
-    measurements = list(PROTOCOLS[job.protocol].measure(extractor, data, job.settings))
+    measurements = [_labelled(found, extractor) for found in PROTOCOLS[job.protocol].measure(extractor, data, job.settings)]
     seconds = time.perf_counter() - began
     if distributed.is_main():
         rows = [
@@ -170,12 +184,28 @@ def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRo
     say(console, f"{job.title}: {len(measurements)} numbers in {seconds:.1f} s", style="green")
 
 
+def _labelled(found: Measurement, extractor: Extractor) -> Measurement:
+    """Named apart from the published setting where the features are not the published ones, so that neither replaces the other."""
+    remark = f"feature {extractor.feature}" if extractor.feature is not None else ""
+    remarks = [remark] if remark and remark not in found.setting else []
+    if extractor.crop_ratio != PUBLISHED_CROP_RATIO:
+        remarks.append(f"crop ratio {extractor.crop_ratio:g}")
+    if extractor.model.image_size != own_image_size(extractor.model.backbone.model):
+        remarks.append(f"{extractor.model.image_size} px")
+    if not remarks:
+        return found
+    name, *kind = re.split(r"( mean| deviation)$", found.setting)  # what tables join stays at the end
+    return replace(found, setting=", ".join([name, *remarks]) + "".join(kind))
+
+
 def _report(rows: list[ResultRow], done: set[tuple[str, str]], missing: list[MissingJob], failed: Mapping[str, str], folder: Path) -> None:
     """The table of what was asked for on the screen; that of all results of these weights in a file."""
     plain = [asdict(row) for row in rows]
     averages = transfer_averages(plain)
     shown = [row for row in plain if (row["protocol"], row["data"]) in done]
     screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = FILE_WIDTH
     if shown:
         screen.print(as_rich(results_table([*shown, *(averages if len(done) > 1 else [])])))
     for job in missing:

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from massl.config import Settings, closest
+from massl.data.evaluation_views import PUBLISHED_CROP_RATIO
 from massl.evaluations.attention import AttentionSettings
 from massl.evaluations.backgrounds import BackgroundsSettings
 from massl.evaluations.clustering import ClusteringSettings
@@ -29,6 +30,9 @@ class ModelSettings(ExtractionSettings):
 
     feature: str | None = Field(None, description="read this instead of what the protocol names: cls, pooled, cls_last4, cls_mean, cls_gem")
     image_size: int | None = Field(None, gt=0, description="side of the views in pixels; default: what the model was made for")
+    crop_ratio: float = Field(
+        PUBLISHED_CROP_RATIO, gt=0, le=1, description="centre crop / shorter side (224 / 256 as published); 1 for images as small as 32 px"
+    )
     num_heads: int | None = Field(None, gt=0, description="attention heads of a weights file whose layout does not tell (MoCo-v3: 12)")
     pretrained: bool | None = Field(
         None, description="of timm names: load timm's weights; default: where the name has a tag, as in vit_small_patch16_224.dino"

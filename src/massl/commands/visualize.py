@@ -235,7 +235,7 @@ def _nearest(job: _Job, chosen: Tensor, database: ImageSource, *, is_own: bool) 
         raise DataError(f"{database.name} holds no other image; neighbours need at least two, or a --database")
     extractor, backbone = job.extractor, job.model.backbone
     size = job.settings.image_size or job.model.image_size
-    view = CentreView(size=whole_patches(size, patch_size(backbone), option="--image_size"))
+    view = CentreView(size=whole_patches(size, patch_size(backbone), option="--image_size"), crop_ratio=job.extractor.crop_ratio)
     feature = extractor.chosen_feature("cls" if has_class_token(backbone) else "pooled")
     rows = extractor.features(database, view=view, feature=feature).rows
     if is_own:

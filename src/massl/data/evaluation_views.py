@@ -12,6 +12,8 @@ from massl.data.sources.base import DataError
 from massl.data.views import ViewSettings, draw_parameters
 from massl.ops.image_ops import Filter, RaggedImages, centre_view, crop_resize
 
+PUBLISHED_CROP_RATIO = 224 / 256
+
 
 class EvaluationView(Protocol):
     """Images as stored -> what a network sees, before normalisation."""
@@ -34,7 +36,7 @@ class CentreView:
     """Shorter side to size / crop_ratio, then the central square: the evaluation transform of DINO, iBOT and CARP (256, then 224)."""
 
     size: int
-    crop_ratio: float = 224 / 256
+    crop_ratio: float = PUBLISHED_CROP_RATIO
     filter: Filter = "bicubic"
 
     def apply(self, images: RaggedImages, indices: Tensor) -> list[Tensor]:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from massl import keyed_random
 from massl.config import Settings
-from massl.data.evaluation_views import CentreView
 from massl.data.sources.base import DataError
 from massl.evaluations.base import EvaluationData, EvaluationError, Measurement, require_labels
 from massl.evaluations.features import Extractor
@@ -85,7 +84,7 @@ def measure_clustering(extractor: Extractor, data: EvaluationData, settings: Clu
     assert data.test is not None
     if data.test.class_names is None:
         raise DataError(f"{data.test.name} has no labels; clusters are compared with classes, so give class folders or a labelled set")
-    view = CentreView(size=extractor.model.image_size, filter="bilinear")
+    view = extractor.centre_view(filter="bilinear")
     train, test = (extractor.features(source, view=view, feature="cls") for source in (data.train, data.test))
     require_labels(test)
     train_rows = train.rows.to(extractor.device)

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from massl import distributed
 from massl.config import Settings, closest
-from massl.data.evaluation_views import EvaluationView, view_key
+from massl.data.evaluation_views import PUBLISHED_CROP_RATIO, CentreView, EvaluationView, view_key
 from massl.data.gpu_decode import jpeg_decoder
 from massl.data.loader import ImageBatch, Loader
 from massl.data.sources.base import DataError, ImageSource
 from massl.evaluations.base import EvaluationError, LabelledFeatures, require_finite
 from massl.evaluations.readers import FEATURES, read_feature
-from massl.ops.image_ops import normalise
+from massl.ops.image_ops import Filter, normalise
 from massl.weights.models import LoadedModel
 
 _FORMAT = 1  # raise when the same key would give other features
@@ -69,6 +69,7 @@ class Extractor:
     device: torch.device
     cache: Path | None  # folder of kept features; None: nothing is kept
     feature: str | None = None  # read this instead of what the protocol names
+    crop_ratio: float = PUBLISHED_CROP_RATIO  # centre crop / shorter side of the evaluation view
     progress: Progress = lambda what, done, total: None
 
     def features(self, source: ImageSource, *, view: EvaluationView, feature: str) -> LabelledFeatures:
@@ -88,6 +89,10 @@ class Extractor:
         return LabelledFeatures(
             rows=torch.cat(parts), labels=torch.tensor([-1 if label is None else label for label in labels]), name=source.name
         )
+
+    def centre_view(self, *, filter: Filter = "bicubic") -> CentreView:
+        """The evaluation view at the model's own size."""
+        return CentreView(size=self.model.image_size, crop_ratio=self.crop_ratio, filter=filter)
 
     def chosen_feature(self, feature: str) -> str:
         """The feature a protocol names, unless the user chose another."""

@@ -7,7 +7,6 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from massl.config import Settings
-from massl.data.evaluation_views import CentreView
 from massl.evaluations.base import EvaluationData, Measurement, require_labels, require_same_classes
 from massl.evaluations.features import Extractor
 from massl.ops.neighbours import cosine_topk, weighted_vote
@@ -53,7 +52,7 @@ def measure_knn(extractor: Extractor, data: EvaluationData, settings: KnnSetting
     assert data.train is not None
     assert data.test is not None
     num_classes = require_same_classes(data.train, data.test)
-    view = CentreView(size=extractor.model.image_size)
+    view = extractor.centre_view()
     train, test = (extractor.features(source, view=view, feature="cls") for source in (data.train, data.test))
     for features in (train, test):
         require_labels(features)

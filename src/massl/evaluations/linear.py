@@ -170,7 +170,7 @@ def labels_of(source: ImageSource) -> Tensor:  # -> [N] int64 on the CPU
 
 
 def _evaluation_view(extractor: Extractor) -> CentreView:
-    return CentreView(size=extractor.model.image_size)
+    return extractor.centre_view()
 
 
 def _training_rows(probe: LinearProbe, train: ImageSource) -> TrainingRows:

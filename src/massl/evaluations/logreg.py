@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, normalize, softmax
 
 from massl.config import Settings
-from massl.data.evaluation_views import CentreView
 from massl.evaluations.base import EvaluationData, EvaluationError, Measurement, require_labels, require_same_classes
 from massl.evaluations.features import Extractor
 from massl.evaluations.knn import top_accuracy
@@ -125,7 +124,7 @@ def measure_logreg(extractor: Extractor, data: EvaluationData, settings: Logisti
     assert data.train is not None
     assert data.test is not None
     num_classes = require_same_classes(data.train, data.test)
-    view = CentreView(size=extractor.model.image_size)
+    view = extractor.centre_view()
     train, test = (extractor.features(source, view=view, feature="cls") for source in (data.train, data.test))
     for features in (train, test):
         require_labels(features)

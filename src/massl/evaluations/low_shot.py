@@ -19,7 +19,6 @@ from torch.nn.functional import normalize
 
 from massl import keyed_random
 from massl.config import Settings
-from massl.data.evaluation_views import CentreView
 from massl.data.sources.base import ImageSource
 from massl.data.sources.subset import SubsetSource
 from massl.data.subset_lists import read_name_list
@@ -111,7 +110,7 @@ def _prepare(extractor: Extractor, data: EvaluationData, settings: LowShotSettin
     wanted = {*settings.scorers, *settings.per_class_scorers}
     test = None
     if wanted & {"knn", "logreg"}:
-        test = extractor.features(data.test, view=CentreView(size=extractor.model.image_size), feature="cls")
+        test = extractor.features(data.test, view=extractor.centre_view(), feature="cls")
         require_labels(test)
     probe = prepare_probe(extractor, data, settings.linear) if "linear" in wanted else None
     return _Bench(extractor=extractor, settings=settings, num_classes=num_classes, num_test=len(data.test), test=test, probe=probe)
@@ -195,7 +194,7 @@ def _scores_of_class_tokens(bench: _Bench, subset: ImageSource, scorers: Sequenc
     if bench.test is None or not {"knn", "logreg"} & set(scorers):
         return
     device = bench.extractor.device
-    train = bench.extractor.features(subset, view=CentreView(size=bench.extractor.model.image_size), feature="cls")
+    train = bench.extractor.features(subset, view=bench.extractor.centre_view(), feature="cls")
     rows, labels, test_rows, test_labels = (tensor.to(device) for tensor in (train.rows, train.labels, bench.test.rows, bench.test.labels))
     if "knn" in scorers:
         knn = bench.settings.knn

@@ -23,7 +23,10 @@ def _now() -> str:
 
 
 def _version() -> str:
-    return metadata.version("massl")
+    try:
+        return metadata.version("massl")
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,7 +182,7 @@ def _loaded(
         name=name,
         origin=origin,
         fingerprint=model_fingerprint(backbone.model, arguments=backbone.timm_arguments),
-        image_size=_image_size(backbone.model),
+        image_size=own_image_size(backbone.model),
         mean=mean,
         std=std,
     )
@@ -195,7 +195,7 @@ def _num_heads(model: nn.Module) -> int | None:
     return int(first_block.attn.num_heads)
 
 
-def _image_size(model: nn.Module) -> int:
+def own_image_size(model: nn.Module) -> int:
     if isinstance(model, VisionTransformer) and model.patch_embed.grid_size is not None:
         return int(model.patch_embed.grid_size[0] * model.patch_embed.patch_size[0])
     config: Any = model.default_cfg

@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,7 +134,7 @@ def planted_extractor(rows: dict[str, Tensor]) -> Any:
         labels = torch.tensor([-1 if label is None else label for label in map(images.label_of, range(len(images)))])
         return LabelledFeatures(rows=rows[images.name], labels=labels, name=images.name)
 
-    return SimpleNamespace(features=features, device=torch.device("cpu"), model=SimpleNamespace(image_size=32))
+    return SimpleNamespace(features=features, device=torch.device("cpu"), centre_view=partial(CentreView, size=32))
 
 
 def planted_rows(labels: Tensor, *, seed: int) -> Tensor:

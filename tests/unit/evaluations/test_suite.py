@@ -28,7 +28,7 @@ BACKGROUND_FILES = [
 def test_the_suite_holds_every_evaluation_of_the_paper_once() -> None:
     pairs = [(entry.protocol, entry.data) for entry in PAPER_SUITE]
     assert len(set(pairs)) == len(pairs)
-    assert {protocol for protocol, _ in pairs} == PROTOCOLS.keys()
+    assert {protocol for protocol, _ in pairs} == PROTOCOLS.keys() - {"davis"}  # an extra that the paper does not have
 
     def sets_of(protocol: str) -> set[str]:
         return {data for of_protocol, data in pairs if of_protocol == protocol}
