@@ -143,7 +143,7 @@ def _view(extractor: Extractor, settings: DavisSettings) -> FrameView:
     patch = require_patches(model.backbone, purpose="video segmentation")
     short_side = _PUBLISHED_SHORT_SIDE * model.image_size / _PUBLISHED_IMAGE_SIZE
     if settings.short_side is not None:
-        short_side = whole_patches(settings.short_side, patch, option="--davis.short-side")
+        short_side = whole_patches(settings.short_side, patch, option="--davis.short_side")
     published = (short_side, _PUBLISHED_MULTIPLE * short_side / _PUBLISHED_SHORT_SIDE)
     in_patches = [max(1, round(pixels / patch)) * patch for pixels in published]
     return FrameView(short_side=in_patches[0], multiple=in_patches[1])

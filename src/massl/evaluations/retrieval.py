@@ -73,7 +73,7 @@ class LandmarkView:
             if min(height, width) < self.min_side:
                 raise DataError(
                     f"image {number} (counted from 0) is {width} x {height} pixels as the model would see it, which needs {self.min_side} "
-                    "on either side; repair its box or file, or raise --retrieval.max-side if it is long and narrow"
+                    "on either side; repair its box or file, or raise --retrieval.max_side if it is long and narrow"
                 )
         return views
 
@@ -144,7 +144,7 @@ def _view_and_feature(extractor: Extractor, settings: RetrievalSettings) -> tupl
     max_side = settings.max_side or round(_PUBLISHED_MAX_SIDE * extractor.model.image_size / _PUBLISHED_IMAGE_SIZE)
     min_side = (patch_size(extractor.model.backbone) or 1) * (2 if feature == "cls_multiscale" else 1)
     if max_side < min_side:
-        raise EvaluationError(f"--retrieval.max-side {max_side} is less than the {min_side} pixels that the model needs; raise it")
+        raise EvaluationError(f"--retrieval.max_side {max_side} is less than the {min_side} pixels that the model needs; raise it")
     return LandmarkView(max_side=max_side, min_side=min_side), feature
 
 

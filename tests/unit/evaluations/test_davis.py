@@ -257,7 +257,7 @@ def test_frames_of_several_sizes_are_refused(extractor: Extractor, tmp_path: Pat
 def test_a_short_side_of_broken_patches_and_a_network_without_patches_are_refused(extractor: Extractor, tmp_path: Path) -> None:
     write_video(tmp_path, "band", band, num_frames=3)
     list_videos(tmp_path, "band")
-    with pytest.raises(DataError, match=r"--davis\.short-side 70 is no multiple"):
+    with pytest.raises(DataError, match=r"--davis\.short_side 70 is no multiple"):
         measure(extractor, tmp_path, short_side=70)
     assert measure(extractor, tmp_path, short_side=144)["J"] == 100.0
     convolutions = loaded(timm.create_model("resnet10t", num_classes=0).eval(), "resnet10t")

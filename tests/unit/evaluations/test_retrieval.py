@@ -231,7 +231,7 @@ def test_an_image_that_is_too_narrow_for_the_network_is_refused(extractor: Extra
 
 
 def test_a_largest_side_below_what_the_network_needs_is_refused(extractor: Extractor, roxford: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"max-side 15 is less than the 16 pixels"):
+    with pytest.raises(EvaluationError, match=r"max_side 15 is less than the 16 pixels"):
         measure(extractor, roxford, max_side=15)
 
 
