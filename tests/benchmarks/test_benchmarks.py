@@ -16,7 +16,7 @@ from PIL import Image
 from massl.ops.memory_attention import memory_loss_reference
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-PROGRAMS = ("knn", "loading", "loss", "peers", "shapes", "step")
+PROGRAMS = ("features", "kmeans", "knn", "loading", "loss", "peers", "probe", "shapes", "step")
 REQUIRED = {"case", "images_per_second", "peak_gib", "milliseconds"}
 TINY_TRAINING = ["--model", "vit_tiny_patch16_224", "--views", "2x32+2x16", "--rows", "64", "--block", "16"]
 TINY_TRAINING += ["--kernels", "plain", "--warmup", "1", "--timed", "2"]
@@ -154,3 +154,31 @@ def test_arithmetic_by_hand_for_the_smallest_network(programs: dict[str, ModuleT
     assert shapes.forward_flop(network, 2, class_token_only_at_the_end=True) == 88.0
     views = shapes.parse_views("2x1")
     assert shapes.step_flop_per_image(network, views) == (3 * 2 + 2) * 144.0
+
+
+def test_features_are_checked_and_timed(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--model vit_tiny_patch16_224 --batch 2 --size 32 --stored 40 50 --float32-batch 2 --warmup 1 --timed 1 --feature cls cls_mean"
+    programs["features"].main(sizes.split())
+    names = [case["case"].removeprefix("vit_tiny_patch16_224 ") for case in printed_cases(capsys)]
+    assert names == ["cls bf16 N=2", "cls_mean bf16 N=2", "cls bf16 N=2 from stored pixels", "cls fp32 N=2"]
+
+
+def test_features_that_are_off_end_the_program(programs: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs["features"], "LOWEST_COSINE", 1.1)
+    with pytest.raises(SystemExit, match="are off"):
+        programs["features"].main(
+            ["--model", "vit_tiny_patch16_224", "--batch", "2", "--size", "32", "--warmup", "1", "--timed", "1", "--feature", "cls"]
+        )
+
+
+def test_the_probe_compares_many_heads_with_one(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--model vit_tiny_patch16_224 --batch 4 --size 32 --classes 3 --heads 1 5 --precision fp32 --warmup 1 --timed 1"
+    programs["probe"].main(sizes.split())
+    cases = printed_cases(capsys)
+    assert [case["times_first"] == 1.0 for case in cases] == [True, False, True, False]
+
+
+def test_kmeans_gives_the_same_clusters_each_time(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    programs["kmeans"].main(["--rows", "60", "--dim", "4", "--clusters", "3", "--iterations", "5", "--restarts", "2", "--repetitions", "2"])
+    (case,) = printed_cases(capsys)
+    assert case["objective"] > 0

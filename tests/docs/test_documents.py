@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import massl
-from massl.cli import COMMANDS, parse_pretrain
+from massl.cli import COMMANDS, parse_embed, parse_evaluate, parse_pretrain, parse_visualize
 from massl.commands.recipe import recipe_header, shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +43,10 @@ def test_every_massl_command_shown_is_understood(command: list[str]) -> None:
         recipe, output = parse_pretrain(command[1:])
         assert recipe.data.source
         assert output
+    parsers = {"evaluate": parse_evaluate, "embed": parse_embed, "visualize": parse_visualize}
+    if command[0] in parsers:
+        model, *_ = parsers[command[0]](command[1:])
+        assert model
 
 
 @pytest.mark.parametrize("command", [command for block in code_blocks("bash") for command in commands_in(block)], ids=" ".join)
