@@ -1,11 +1,14 @@
 """`massl COMMAND`: parse, call, print."""
 
+import contextlib
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 import tyro
 from pydantic import Field, ValidationError
+from safetensors import SafetensorError
 
 from massl.commands.embed import EmbedSettings, run_embedding
 from massl.commands.evaluate import run_evaluation
@@ -47,15 +50,7 @@ def parse_pretrain(arguments: Sequence[str]) -> tuple[PretrainRecipe, str]:
         raise RecipeError(f"which recipe? Give --recipe NAME_OR_FILE; shipped ones: {', '.join(shipped_recipes())}")
     recipe = load_recipe(name or "massl-vits16")
     defaults = _PretrainArguments.model_construct(recipe=name or "massl-vits16", output=tyro.MISSING, **dict(recipe))
-    parsed = tyro.cli(
-        _PretrainArguments,
-        prog="massl pretrain",
-        description=_PRETRAIN_HELP,
-        default=defaults,
-        args=list(arguments),
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    parsed = _parse(_PretrainArguments, "pretrain", _PRETRAIN_HELP, arguments, default=defaults)
     return PretrainRecipe.model_validate({field: getattr(parsed, field) for field in PretrainRecipe.model_fields}), parsed.output
 
 
@@ -110,11 +105,41 @@ class _VisualizeArguments(VisualizeSettings):
 Arguments = TypeVar("Arguments", bound=Settings)
 
 
-def _parse(arguments_type: type[Arguments], command: str, description: str, arguments: Sequence[str]) -> Arguments:
-    config = (tyro.conf.FlagConversionOff,)
-    return tyro.cli(
-        arguments_type, prog=f"massl {command}", description=description, args=list(arguments), use_underscores=True, config=config
-    )
+class _WrongOption(MasslError):
+    """A value on the command line that cannot be; the message names the option."""
+
+
+def _parse(
+    arguments_type: type[Arguments], command: str, description: str, arguments: Sequence[str], *, default: Arguments | None = None
+) -> Arguments:
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                arguments_type,
+                prog=f"massl {command}",
+                description=description,
+                default=tyro.MISSING_NONPROP if default is None else default,
+                args=list(arguments),
+                use_underscores=True,
+                config=(tyro.conf.FlagConversionOff,),
+            )
+    except SystemExit as exit_request:
+        problem = _refused_value(exit_request, arguments_type)
+        if problem is None:  # help, or an option that is not there
+            sys.stderr.write(said.getvalue())
+            raise
+        raise _WrongOption(f"{problem}; see massl {command} --help") from None
+
+
+def _refused_value(exit_request: SystemExit, arguments_type: type[Settings]) -> str | None:
+    """What pydantic refused, in a line; tyro would show all that pydantic has to say about it."""
+    section, link = "", exit_request.__context__
+    while link is not None and not isinstance(link, ValidationError):
+        part = str(getattr(link, "arg", ""))  # of tyro's own error: where it arose, "knn" or "method.teacher"
+        section = f"{part}: " if part.partition(".")[0] in arguments_type.model_fields else section
+        link = link.__context__
+    return None if link is None else section + explain(link)
 
 
 def parse_evaluate(arguments: Sequence[str]) -> tuple[str, EvaluateSettings]:
@@ -178,13 +203,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return command(given[1:])
+    except _WrongOption as error:
+        print(f"massl: error: {error}", file=sys.stderr)
+        return 2
     except ValidationError as error:
         print(f"massl: error: {explain(error)}", file=sys.stderr)
         return 2
     except MasslError as error:
         print(f"massl: error: {error}", file=sys.stderr)
         return 1
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter where a disk is full while safetensors writes
         print(f"massl: error: {error}. What was saved so far is intact; the same command continues.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -121,6 +121,22 @@ def flatten(settings: Settings) -> dict[str, Any]:
     return flat
 
 
+def changed(settings: Settings, *, besides: typing.Collection[str] = ()) -> list[str]:
+    """Values that are not the default ones, in words: "temperature 0.1"; keys whose last part is in `besides` are left out."""
+    defaults = flatten(type(settings)())
+    return [
+        f"{key.rpartition('.')[2].replace('_', ' ')} {_in_words(value)}"
+        for key, value in flatten(settings).items()
+        if value != defaults[key] and key.rpartition(".")[2] not in besides
+    ]
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_in_words, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def fingerprint(values: Mapping[str, Any]) -> str:
     """Short digest of plain values, equal exactly when they are equal."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -21,6 +21,8 @@ REQUIRED = {"case", "images_per_second", "peak_gib", "milliseconds"}
 TINY_TRAINING = ["--model", "vit_tiny_patch16_224", "--views", "2x32+2x16", "--rows", "64", "--block", "16"]
 TINY_TRAINING += ["--kernels", "plain", "--warmup", "1", "--timed", "2"]
 
+TINY_FEATURES = ["--model", "vit_tiny_patch16_224", "--batch", "2", "--size", "32", "--warmup", "1", "--timed", "1"]
+
 
 @pytest.fixture(scope="module")
 def programs() -> Iterator[dict[str, ModuleType]]:
@@ -157,8 +159,7 @@ def test_arithmetic_by_hand_for_the_smallest_network(programs: dict[str, ModuleT
 
 
 def test_features_are_checked_and_timed(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--model vit_tiny_patch16_224 --batch 2 --size 32 --stored 40 50 --float32-batch 2 --warmup 1 --timed 1 --feature cls cls_mean"
-    programs["features"].main(sizes.split())
+    programs["features"].main([*TINY_FEATURES, "--stored", "40", "50", "--float32-batch", "2", "--feature", "cls", "cls_mean"])
     names = [case["case"].removeprefix("vit_tiny_patch16_224 ") for case in printed_cases(capsys)]
     assert names == ["cls bf16 N=2", "cls_mean bf16 N=2", "cls bf16 N=2 from stored pixels", "cls fp32 N=2"]
 
@@ -166,9 +167,7 @@ def test_features_are_checked_and_timed(programs: dict[str, ModuleType], capsys:
 def test_features_that_are_off_end_the_program(programs: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs["features"], "LOWEST_COSINE", 1.1)
     with pytest.raises(SystemExit, match="are off"):
-        programs["features"].main(
-            ["--model", "vit_tiny_patch16_224", "--batch", "2", "--size", "32", "--warmup", "1", "--timed", "1", "--feature", "cls"]
-        )
+        programs["features"].main([*TINY_FEATURES, "--feature", "cls"])
 
 
 def test_the_probe_compares_many_heads_with_one(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from massl.commands.recipe import PretrainRecipe, load_recipe, recipe_header, shipped_recipes
-from massl.config import RecipeError, Settings, closest, fingerprint, flatten, merge, read_yaml, to_yaml, validate
+from massl.config import RecipeError, Settings, changed, closest, fingerprint, flatten, merge, read_yaml, to_yaml, validate
 
 
 class Engine(Settings):
@@ -160,3 +160,18 @@ def test_an_unknown_recipe_is_refused_with_the_names_of_those_there_are() -> Non
         RecipeError, match=r"no recipe 'massl-vits6': neither shipped \(demo, .*\) nor a file\. Did you mean 'massl-vits16'\?"
     ):
         load_recipe("massl-vits6")
+
+
+def test_values_that_are_not_the_default_ones_are_named_in_words() -> None:
+    class Inner(Settings):
+        rates: tuple[float, ...] = (0.1,)
+        seed: int = 0
+
+    class Outer(Settings):
+        temperature: float = 0.07
+        inner: Inner = Inner()
+
+    assert changed(Outer()) == []
+    other = Outer(temperature=0.5, inner=Inner(rates=(1.0, 2.5), seed=3))
+    assert changed(other) == ["temperature 0.5", "rates 1 2.5", "seed 3"]
+    assert changed(other, besides=("seed",)) == ["temperature 0.5", "rates 1 2.5"]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from massl import distributed
-from massl.commands.evaluate import model_on_device, say
+from massl.commands.evaluate import model_on_device, require_writable, say
 from massl.commands.evaluation_settings import ModelSettings
 from massl.config import MasslError, merge, validate
 from massl.data.sources import open_source
@@ -44,17 +44,20 @@ def run_embedding(model: str, settings: EmbedSettings) -> Path:
     if path.suffix == ".parquet":
         _require_pyarrow()
     source = open_source(settings.data)
+    require_writable(path.parent, option="out")
     with model_on_device(model, settings, cache=None) as (extractor, console):
         view = extractor.centre_view()
         wanted = extractor.feature or "pooled"
         features = extractor.features(source, view=view, feature=wanted)
         if distributed.is_main():
-            path.parent.mkdir(parents=True, exist_ok=True)
             about = {"model": extractor.model.name, "weights": extractor.model.fingerprint, "feature": wanted, "data": source.name}
             keys = [source.key_of(index) for index in range(len(source))]
             unfinished = path.with_name(f".{path.name}.unfinished")
-            WRITERS[path.suffix](unfinished, features.rows.numpy(), features.labels.numpy(), keys, about)
-            unfinished.replace(path)  # whole or not at all
+            try:
+                WRITERS[path.suffix](unfinished, features.rows.numpy(), features.labels.numpy(), keys, about)
+                unfinished.replace(path)  # whole or not at all
+            finally:
+                unfinished.unlink(missing_ok=True)
         say(console, f"{path}: {len(features):,} features of {features.rows.shape[1]} dimensions")
         distributed.barrier()
     return path

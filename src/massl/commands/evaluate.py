@@ -1,5 +1,6 @@
 """Evaluation, assembled: model -> features -> protocols -> results.jsonl and a table with the paper's figures beside ours."""
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +18,12 @@ from massl.commands.evaluation_jobs import Job, MissingJob, digest_of, jobs_of
 from massl.commands.evaluation_settings import EvaluateSettings, ModelSettings
 from massl.config import MasslError, merge, validate
 from massl.data.evaluation_views import PUBLISHED_CROP_RATIO, whole_patches
-from massl.evaluations.base import Measurement
+from massl.evaluations.base import EvaluationError, Measurement
 from massl.evaluations.features import ExtractionSettings, Extractor
 from massl.evaluations.features import Progress as ProgressFunction
 from massl.evaluations.protocols import PROTOCOLS
 from massl.evaluations.results import ResultRow, append_rows, newest, read_rows
-from massl.nn.readout import patch_size
+from massl.nn.readout import UnsuitableModel, patch_size
 from massl.reports.tables import as_markdown, as_rich, results_table, transfer_averages
 from massl.weights.models import LoadedModel, open_model, own_image_size
 
@@ -104,6 +105,16 @@ def say(console: Console, text: str, *, style: str | None = None) -> None:
     console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
 
 
+def require_writable(folder: Path, *, option: str) -> None:
+    """Make the folder; that nothing can be written there is said before the work, not after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MasslError(f"cannot make the folder {folder} ({error.strerror}); name another place with --{option}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise MasslError(f"nothing may be written in {folder}; change its permissions or name another place with --{option}")
+
+
 @contextmanager
 def _progress_on(console: Console) -> Iterator[ProgressFunction]:
     """A bar on a terminal; elsewhere nothing, results are announced as they come."""
@@ -124,20 +135,26 @@ def _progress_on(console: Console) -> Iterator[ProgressFunction]:
 
 def _run(extractor: Extractor, settings: EvaluateSettings, folder: Path, console: Console) -> EvaluateResult:
     jobs, missing = jobs_of(settings)
+    require_writable(folder, option="output")
     path = folder / RESULTS_FILE
     before = read_rows(path)
     distributed.barrier()  # all processes have read the same rows before one adds to them
-    done, failed = set(), {}
+    runs, failed = set(), {}
     for job in jobs:
         try:
-            _measure(job, extractor, folder, [] if settings.again else before, console)
-            done.add((job.protocol, job.data_name))
+            runs.add(_measure(job, extractor, folder, [] if settings.again else before, console))
         except MasslError as error:
             if len(jobs) == 1:
                 raise
+            if distributed.world_size() > 1 and not isinstance(error, UnsuitableModel):
+                # Another process may be waiting for the share of this one, and must not get that of the next job. A model is unsuitable
+                # for all of them alike.
+                raise EvaluationError(f"{job.title}: {error}. Results so far are kept; the same command continues") from error
             failed[job.title] = str(error)
             say(console, f"{job.title}: {error}", style="red")
-    rows = [row for row in newest(read_rows(path)) if row.weights == extractor.model.fingerprint]
+    rows = read_rows(path)
+    done = {(row.protocol, row.data) for row in rows if row.run in runs}  # by what they are called in the results
+    rows = [row for row in newest(rows) if row.weights == extractor.model.fingerprint]
     if distributed.is_main():
         _report(rows, done, missing, failed, folder)
     return EvaluateResult(
@@ -148,8 +165,8 @@ def _run(extractor: Extractor, settings: EvaluateSettings, folder: Path, console
     )
 
 
-def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRow], console: Console) -> None:
-    """The job's numbers, added to the results together once all are there."""
+def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRow], console: Console) -> str:
+    """The job's numbers, added to the results together once all are there; returns the digest under which they are found."""
     model = extractor.model
     data = job.open(job.output_in(folder), lambda remark: say(console, f"{job.title}: {remark}", style="yellow"))
     how = {
@@ -161,7 +178,7 @@ def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRo
     run = digest_of(job, data, model={**how, **extractor.settings.model_dump(include={"precision", "decoder"})})
     if any(row.run == run for row in before):
         say(console, f"{job.title}: measured before, see {folder / RESULTS_FILE}; --again True measures it anew")
-        return
+        return run
     began = time.perf_counter()
     measurements = [_labelled(found, extractor) for found in PROTOCOLS[job.protocol].measure(extractor, data, job.settings)]
     seconds = time.perf_counter() - began
@@ -182,6 +199,7 @@ def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRo
         append_rows(folder / RESULTS_FILE, rows)
     distributed.barrier()
     say(console, f"{job.title}: {len(measurements)} numbers in {seconds:.1f} s", style="green")
+    return run
 
 
 def _labelled(found: Measurement, extractor: Extractor) -> Measurement:

@@ -96,11 +96,14 @@ def _job_on_given_data(settings: EvaluateSettings, protocol: str) -> Job:
         if getattr(settings, need) is None:
             raise EvaluationError(f"{protocol} needs --{need}: {EvaluateSettings.model_fields[need].description}")
     uses_folder = "folder" in PROTOCOLS[protocol].needs
-    name = settings.name or str(Path(settings.folder or "").name if uses_folder else settings.test)
+    folder = Path(settings.folder or "").expanduser().absolute()  # absolute: "." has no name
+    if uses_folder and not folder.is_dir():
+        raise EvaluationError(f"{protocol}: there is no folder {folder}; --folder names the data set in its published layout")
+    name = settings.name or str(folder.name if uses_folder else settings.test)
 
     def open_given(output: Path, _: Warn) -> EvaluationData:
         if uses_folder:
-            return EvaluationData(name=name, folder=Path(settings.folder or "").expanduser(), output=output)
+            return EvaluationData(name=name, folder=folder, output=output)
         train, test, validation = (
             None if uri is None else open_source(uri) for uri in (settings.train, settings.test, settings.validation)
         )

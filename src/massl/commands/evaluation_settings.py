@@ -79,8 +79,12 @@ class EvaluateSettings(ModelSettings):
             raise ValueError("what is to be measured? Give protocol (knn, linear ...) or suite paper, one of the two")
         if (self.suite or self.data) and not self.data_root:
             raise ValueError("data_root is missing: the folder below which the data sets lie")
-        if self.data and (self.train or self.test or self.folder):
-            raise ValueError("data names known sets, train, test and folder name your own: give one or the other")
+        own = [field for field in ("train", "test", "validation", "folder", "name") if getattr(self, field) is not None]
+        if self.data and own:
+            raise ValueError(f"data names known sets, {' and '.join(own)} your own images: give one or the other")
+        if self.suite and (self.data or own):
+            given = " and ".join([*(["data"] if self.data else []), *own])
+            raise ValueError(f"suite {self.suite} chooses its images below data_root itself: leave {given} out, or give protocol instead")
         return self
 
     def of_protocol(self, protocol: str) -> Settings:

@@ -63,11 +63,11 @@ def measure_backgrounds(extractor: Extractor, data: EvaluationData, settings: Ba
         features = extractor.features(source, view=StoredView(), feature=head.feature)
         classes = classify(head.weights.to(device), head.bias.to(device), features.rows.to(device)).cpu()
         top1 = 100.0 * float((group_of_classes()[classes] == features.labels).double().mean())
-        found[variant] = Measurement(data=data.name, setting=variant, metric="top1", value=top1, num_samples=len(features))
+        found[variant] = Measurement(data=data.name, setting=variant + head.remark, metric="top1", value=top1, num_samples=len(features))
         yield found[variant]
     if {"mixed_same", "mixed_rand"} <= found.keys():
         gap = found["mixed_same"].value - found["mixed_rand"].value
-        yield replace(found["mixed_rand"], setting="BG-GAP", value=gap)
+        yield replace(found["mixed_rand"], setting=f"BG-GAP{head.remark}", value=gap)
 
 
 def _variants(folder: Path) -> dict[str, FolderSource]:
@@ -102,6 +102,11 @@ def _require_fitting(head: SavedHead, extractor: Extractor) -> None:
     if head.backbone != extractor.model.fingerprint:
         raise EvaluationError(
             f"the linear head was trained on features of another model than {extractor.model.name}; run the linear protocol with this one"
+        )
+    if head.view_size != extractor.model.image_size:
+        raise EvaluationError(
+            f"the linear head was trained on images of {head.view_size} px, the model is asked for {extractor.model.image_size}; "
+            f"give --image_size {head.view_size} or train a head at this size"
         )
     chosen = extractor.chosen_feature(head.feature)
     if chosen != head.feature:

@@ -6,24 +6,27 @@ last changed. Long extractions are kept in parts, so that one that is stopped co
 
 import hashlib
 import json
+import os
+import platform
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import safetensors.torch
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from safetensors import SafetensorError
 from torch import Tensor
 
 from massl import distributed
-from massl.config import Settings, closest
+from massl.config import MasslError, Settings, closest
 from massl.data.evaluation_views import PUBLISHED_CROP_RATIO, CentreView, EvaluationView, view_key
 from massl.data.gpu_decode import jpeg_decoder
 from massl.data.loader import ImageBatch, Loader
 from massl.data.sources.base import DataError, ImageSource
-from massl.evaluations.base import EvaluationError, LabelledFeatures, require_finite
+from massl.evaluations.base import EvaluationError, LabelledFeatures, labels_of_images, require_finite
 from massl.evaluations.readers import FEATURES, read_feature
 from massl.ops.image_ops import Filter, normalise
 from massl.weights.models import LoadedModel
@@ -31,6 +34,7 @@ from massl.weights.models import LoadedModel
 _FORMAT = 1  # raise when the same key would give other features
 _PART_SIZE = 65_536  # images kept together: what is lost when an extraction is stopped
 _MAX_SIDE = 1 << 15  # evaluations take images as they are
+_MESSAGE_BYTES = 1024  # of an error that all processes are told
 
 
 class ExtractionSettings(Settings):
@@ -47,6 +51,12 @@ class ExtractionSettings(Settings):
     decoder: Literal["cpu", "gpu"] = Field(
         "cpu", description="what decodes plain JPEGs; gpu: nvJPEG, whose pixels differ by about a grey level"
     )
+
+    @model_validator(mode="after")
+    def _gpu_decoder_needs_threads(self) -> "ExtractionSettings":
+        if self.worker_kind == "processes" and self.decoder == "gpu":
+            raise ValueError("worker_kind processes and decoder gpu do not go together; choose one of them")
+        return self
 
 
 class ViewedBatch(NamedTuple):
@@ -76,7 +86,7 @@ class Extractor:
         """Features of all images of a source, in its order."""
         wanted = self.chosen_feature(feature)
         key = self.cache_key(source, view, wanted)
-        parts = []
+        all_rows = torch.empty(0, 0)
         for begin in range(0, len(source), _PART_SIZE):
             indices = torch.arange(begin, min(begin + _PART_SIZE, len(source)))
             rows = self._kept(key, begin, num_rows=len(indices))
@@ -84,11 +94,10 @@ class Extractor:
                 rows = self._extract(source, indices, view, wanted)
                 require_finite(rows, name=source.name)
                 self._keep(key, begin, rows)
-            parts.append(rows)
-        labels = [source.label_of(index) for index in range(len(source))]
-        return LabelledFeatures(
-            rows=torch.cat(parts), labels=torch.tensor([-1 if label is None else label for label in labels]), name=source.name
-        )
+            if begin == 0:
+                all_rows = torch.empty(len(source), rows.shape[1])  # at once: parts that are joined at the end need twice the memory
+            all_rows[begin : begin + len(rows)] = rows
+        return LabelledFeatures(rows=all_rows, labels=labels_of_images(source), name=source.name)
 
     def centre_view(self, *, filter: Filter = "bicubic") -> CentreView:
         """The evaluation view at the model's own size."""
@@ -110,7 +119,7 @@ class Extractor:
         """Batches of images in the order of `chunks`, read ahead; an image that cannot be read stops the work."""
         loader = Loader(
             source,
-            order_at=lambda number: chunks[number % len(chunks)],  # read-ahead may ask beyond the last
+            order_at=lambda number: chunks[number] if number < len(chunks) else chunks[0][:1],  # read-ahead asks beyond the last
             seed=0,
             num_workers=self.settings.num_workers,
             worker_kind=self.settings.worker_kind,
@@ -131,14 +140,33 @@ class Extractor:
 
     def _extract(self, source: ImageSource, indices: Tensor, view: EvaluationView, feature: str) -> Tensor:  # -> [len(indices), D]
         share = -(-len(indices) // distributed.world_size())
-        positions = (distributed.rank() * share + torch.arange(share)) % len(indices)  # the last rank may repeat the first images
+        positions = (distributed.rank() * share + torch.arange(share)) % len(indices)  # the last ranks may repeat the first images
         chunks = list(torch.split(indices[positions], self.settings.batch_size))
         rows, num_done = [], 0
-        for batch in self.views(source, chunks, view=view):
-            rows.append(self.read(batch.groups, feature))
-            num_done += len(batch.indices)
-            self.progress(f"features of {source.name}", int(indices[0]) + num_done * distributed.world_size(), len(source))
+        with self._failing_together():
+            for batch in self.views(source, chunks, view=view):
+                rows.append(self.read(batch.groups, feature))
+                num_done += len(batch.indices)
+                num_done_by_all = min(num_done * distributed.world_size(), len(indices))
+                self.progress(f"features of {source.name}", int(indices[0]) + num_done_by_all, len(source))
         return distributed.gather_rows(torch.cat(rows))[: len(indices)].cpu()
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """What stops one process inside stops all: the others would wait for its share, or take what it sends next for that."""
+        if distributed.world_size() == 1:
+            yield
+            return
+        failure = None
+        try:
+            yield
+        except MasslError as error:
+            failure = error
+        text = str(failure or "").encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0")
+        lines = distributed.gather_rows(torch.tensor([list(text)], dtype=torch.uint8, device=self.device)).tolist()
+        messages = [bytes(line).rstrip(b"\0").decode(errors="replace") for line in lines]
+        if any(messages):
+            raise failure or EvaluationError(next(filter(None, messages)))
 
     # ---- cache -----------------------------------------------------------------------------------------------------------------------
 
@@ -166,22 +194,41 @@ class Extractor:
         path = self._file(key, begin)
         if distributed.largest_over_ranks(int(not path.is_file()), self.device):  # missing for one process: all compute it
             return None
-        try:
-            rows = safetensors.torch.load_file(path)["rows"]
-        except (SafetensorError, OSError, KeyError) as error:
-            raise EvaluationError(f"{path} is damaged ({error}); delete it, and it will be computed again") from None
-        if len(rows) != num_rows:
-            raise EvaluationError(f"{path} holds {len(rows)} features instead of {num_rows}; delete it, and it will be computed again")
+        with self._failing_together():
+            rows = _read_rows(path)
+            if len(rows) != num_rows:
+                raise EvaluationError(
+                    f"{path} holds {len(rows)} features instead of {num_rows}; delete it, and they will be computed again"
+                )
         return rows
 
     def _keep(self, key: str, begin: int, rows: Tensor) -> None:
-        if self.cache is not None and distributed.is_main():
-            path = self._file(key, begin)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(".unfinished")
-            safetensors.torch.save_file({"rows": rows.contiguous()}, unfinished)
-            unfinished.replace(path)  # whole or not at all
-        distributed.barrier()
+        if self.cache is None:
+            return
+        with self._failing_together():  # and waiting for each other: nobody looks for the file before it is there
+            if distributed.is_main():
+                _write_rows(self._file(key, begin), rows)
+
+
+def _read_rows(path: Path) -> Tensor:  # -> [n, D]
+    try:
+        return safetensors.torch.load_file(path)["rows"]
+    except (SafetensorError, OSError, KeyError) as error:
+        raise EvaluationError(f"{path} is damaged ({error}); delete it, and it will be computed again") from None
+
+
+def _write_rows(path: Path, rows: Tensor) -> None:  # [n, D]
+    # Named after the process: another evaluation may be keeping the same features at this moment.
+    unfinished = path.with_suffix(f".{platform.node()}-{os.getpid()}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file({"rows": rows.contiguous()}, unfinished)
+        unfinished.replace(path)  # whole or not at all
+    except (SafetensorError, OSError) as error:
+        raise EvaluationError(f"features cannot be kept at {path} ({error}); make room there, or choose another folder") from None
+    finally:
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 def _refuse(message: str) -> None:

@@ -6,6 +6,7 @@ Beside it stand numbers whose rate, or rate and epoch, was chosen on images that
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from massl import distributed
+from massl.config import changed
 from massl.data.evaluation_views import CentreView, RandomCropView
 from massl.data.sources.base import ImageSource
 from massl.data.sources.subset import SubsetSource
@@ -48,7 +50,7 @@ class LinearSettings(SweepSettings):
         "once, so that minutes replace hours; centre: the evaluation view, extracted once",
     )
     num_cached_crops: int = Field(
-        4, gt=0, description="crops per image where they are cached; all are held in memory, 7.9 GB each for ImageNet"
+        4, gt=0, description="crops per image where they are cached; all are held in memory, 7.9 GB each for ImageNet in every process"
     )
     held_out: float = Field(
         0.05, ge=0, lt=1, description="share of the training images, at most 50,000, on which a rate is chosen honestly; 0: no such number"
@@ -82,8 +84,11 @@ class LinearProbe:
     @property
     def remark(self) -> str:
         """What follows a setting's name where features or settings are not the published ones."""
-        is_usual = self.feature == usual_feature(self.extractor)
-        return ("" if is_usual else f", feature {self.feature}") + self.settings.remark
+        return self.feature_remark + self.settings.remark
+
+    @property
+    def feature_remark(self) -> str:
+        return "" if self.feature == usual_feature(self.extractor) else f", feature {self.feature}"
 
 
 def usual_feature(extractor: Extractor) -> str:
@@ -237,6 +242,8 @@ class SavedHead:
     feature: str
     class_names: tuple[str, ...]
     backbone: str  # fingerprint of the model whose features it was trained on
+    view_size: int  # pixels of the images it was trained on
+    remark: str  # what was not as published in its training: ", 10 epochs"
 
 
 def save_head(path: Path, trained: TrainedHeads, probe: LinearProbe, *, class_names: tuple[str, ...]) -> None:
@@ -251,8 +258,9 @@ def save_head(path: Path, trained: TrainedHeads, probe: LinearProbe, *, class_na
         "epoch": str(head.epoch + 1),
         "top1": repr(trained.top1()[PUBLISHED]),
         "backbone": model.fingerprint,
+        "remark": "".join(f", {change}" for change in changed(probe.settings, besides=("seed", "held_out"))) + probe.feature_remark,
     }
-    unfinished = path.with_suffix(".unfinished")
+    unfinished = path.with_suffix(f".{os.getpid()}.unfinished")  # another evaluation may share the folder
     safetensors.torch.save_file({"weight": head.weights, "bias": head.bias}, unfinished, metadata=metadata)
     unfinished.replace(path)
 
@@ -271,6 +279,8 @@ def load_head(path: Path) -> SavedHead:
             feature=metadata["feature"],
             class_names=tuple(json.loads(metadata["class_names"])),
             backbone=metadata["backbone"],
+            view_size=int(metadata["view_size"]),
+            remark=metadata["remark"],
         )
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise EvaluationError(f"{path} is no linear head of massl's ({error}); the linear protocol writes {HEAD_FILE}") from None

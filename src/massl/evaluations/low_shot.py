@@ -7,7 +7,7 @@ of the setting says, but none of the test set; the published choice uses those o
 
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -23,9 +23,9 @@ from massl.data.sources.base import ImageSource
 from massl.data.sources.subset import SubsetSource
 from massl.data.subset_lists import read_name_list
 from massl.data.subsets import balanced_choice, fraction_choice
-from massl.evaluations.base import EvaluationData, LabelledFeatures, Measurement, require_labels, require_same_classes
+from massl.evaluations.base import EvaluationData, EvaluationError, LabelledFeatures, Measurement, require_labels, require_same_classes
 from massl.evaluations.features import Extractor
-from massl.evaluations.knn import KnnSettings, knn_scores, top_accuracy
+from massl.evaluations.knn import KnnSettings, knn_scores, neighbour_numbers, top_accuracy
 from massl.evaluations.linear import (
     MAX_HELD_OUT,
     LinearProbe,
@@ -78,11 +78,22 @@ class _Bench:
     probe: LinearProbe | None  # where a scorer asks for it
 
 
+def _by_name(shares: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    named: dict[str, Tensor] = {}
+    for name, indices in shares:
+        if name in named:
+            raise EvaluationError(
+                f"two lists or fractions are both called {name!r}; rename a list's file"
+            )
+        named[name] = indices
+    return named
+
+
 def measure_low_shot(extractor: Extractor, data: EvaluationData, settings: LowShotSettings) -> Iterator[Measurement]:
     """Top-1 accuracy from each share, and its mean and deviation over draws of a few images per class."""
     assert data.train is not None
     labels = labels_of(data.train)
-    shares, draws = dict(_shares(data.train, labels, settings)), _few_per_class(labels, settings)  # before hours of work on some of them
+    shares, draws = _by_name(_shares(data.train, labels, settings)), _few_per_class(labels, settings)  # before hours of work on some
     bench = _prepare(extractor, data, settings)
     finished: list[TrainedHeads] = []
 
@@ -198,9 +209,10 @@ def _scores_of_class_tokens(bench: _Bench, subset: ImageSource, scorers: Sequenc
     rows, labels, test_rows, test_labels = (tensor.to(device) for tensor in (train.rows, train.labels, bench.test.rows, bench.test.labels))
     if "knn" in scorers:
         knn = bench.settings.knn
-        class_scores = knn_scores(rows, labels, test_rows, num_classes=bench.num_classes, ks=knn.ks, temperature=knn.temperature)
+        numbers = neighbour_numbers(knn.ks, num_train=len(rows))
+        class_scores = knn_scores(rows, labels, test_rows, num_classes=bench.num_classes, ks=tuple(numbers), temperature=knn.temperature)
         top1 = {k: top_accuracy(k_scores, test_labels, num_best=1) for k, k_scores in class_scores.items()}
-        yield from (Score(f"knn k={k}", value) for k, value in top1.items())
+        yield from (Score(f"knn {numbers[k]}", value) for k, value in top1.items())
         yield Score("knn best k", max(top1.values()))
     if "logreg" in scorers:
         yield _logistic_score(bench, rows, labels, test_rows, test_labels)

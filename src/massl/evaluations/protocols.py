@@ -14,21 +14,36 @@ from massl.evaluations.long_tail import LongTailSettings, measure_long_tail
 from massl.evaluations.low_shot import LowShotSettings, measure_low_shot
 from massl.evaluations.retrieval import RetrievalSettings, measure_retrieval
 
-_PAIR = ("train", "test")
+_PAIR, _FOLDER = ("train", "test"), ("folder",)
+_PENALTY = frozenset({"penalty", "penalty_per_sample", "normalise", "max_iterations"})
+_SWEEP = frozenset({"crops", "num_cached_crops", "epochs"})
+_SHARES = frozenset({"ks", "fractions", "lists", "scorers", "per_class", "per_class_scorers"})
+_TAIL = frozenset({"make", "largest", "smallest"})
+_DRAWN = frozenset({"radii", "cosine", "num_points", "points_model", "num_figures"})
 
 PROTOCOLS: dict[str, ProtocolEntry] = {
-    "knn": ProtocolEntry(measure_knn, KnnSettings, _PAIR, "weighted k-nearest-neighbour classification"),
-    "logreg": ProtocolEntry(measure_logreg, LogisticSettings, _PAIR, "logistic regression on frozen features"),
-    "linear": ProtocolEntry(measure_linear, LinearSettings, _PAIR, "linear probe by SGD, 45 learning rates at once"),
-    "low-shot": ProtocolEntry(measure_low_shot, LowShotSettings, _PAIR, "classifiers from 1 %, 10 % or a few images per class"),
-    "long-tail": ProtocolEntry(measure_long_tail, LongTailSettings, _PAIR, "linear probe on unbalanced classes"),
-    "retrieval": ProtocolEntry(measure_retrieval, RetrievalSettings, ("folder",), "landmark retrieval, ROxford5k and RParis6k"),
-    "copy-detection": ProtocolEntry(measure_copy_detection, CopyDetectionSettings, ("folder",), "Copydays, strong"),
-    "backgrounds": ProtocolEntry(measure_backgrounds, BackgroundsSettings, ("folder",), "ImageNet-9, robustness to backgrounds"),
-    "clustering": ProtocolEntry(measure_clustering, ClusteringSettings, _PAIR, "k-means against labels: NMI, AMI, ARI"),
-    "attention": ProtocolEntry(measure_attention, AttentionSettings, ("test",), "self-attention of the class token, with figures"),
-    "correspondence": ProtocolEntry(
-        measure_correspondence, CorrespondenceSettings, ("test",), "matching patches of two views, with figures"
+    "knn": ProtocolEntry(measure_knn, KnnSettings, _PAIR, "weighted k-nearest-neighbour classification", frozenset({"ks"})),
+    "logreg": ProtocolEntry(measure_logreg, LogisticSettings, _PAIR, "logistic regression on frozen features", _PENALTY),
+    "linear": ProtocolEntry(measure_linear, LinearSettings, _PAIR, "linear probe by SGD, 45 learning rates at once", _SWEEP),
+    "low-shot": ProtocolEntry(
+        measure_low_shot, LowShotSettings, _PAIR, "classifiers from 1 %, 10 % or a few images per class", _SWEEP | _PENALTY | _SHARES
     ),
-    "davis": ProtocolEntry(measure_davis, DavisSettings, ("folder",), "DAVIS-2017 video segmentation by propagation; not in the paper"),
+    "long-tail": ProtocolEntry(measure_long_tail, LongTailSettings, _PAIR, "linear probe on unbalanced classes", _SWEEP | _TAIL),
+    "retrieval": ProtocolEntry(
+        measure_retrieval, RetrievalSettings, _FOLDER, "landmark retrieval, ROxford5k and RParis6k", frozenset({"crop_queries"})
+    ),
+    "copy-detection": ProtocolEntry(measure_copy_detection, CopyDetectionSettings, _FOLDER, "Copydays, strong"),
+    "backgrounds": ProtocolEntry(
+        measure_backgrounds, BackgroundsSettings, _FOLDER, "ImageNet-9, robustness to backgrounds", frozenset({"head"})
+    ),
+    "clustering": ProtocolEntry(measure_clustering, ClusteringSettings, _PAIR, "k-means against labels: NMI, AMI, ARI", frozenset({"ks"})),
+    "attention": ProtocolEntry(
+        measure_attention, AttentionSettings, ("test",), "self-attention of the class token, with figures", frozenset({"num_figures"})
+    ),
+    "correspondence": ProtocolEntry(
+        measure_correspondence, CorrespondenceSettings, ("test",), "matching patches of two views, with figures", _DRAWN
+    ),
+    "davis": ProtocolEntry(
+        measure_davis, DavisSettings, _FOLDER, "DAVIS-2017 video segmentation, not in the paper", frozenset({"save_masks"})
+    ),
 }

@@ -65,6 +65,8 @@ def why_not_fused(model: nn.Module) -> str | None:
         return "the patch embedding is not a plain convolution"
     if not isinstance(model.patch_drop, nn.Identity) or model.pos_drop.p > 0.0 or len(model.blocks) < 2:
         return "the transformer drops tokens or has a single block"
+    if not isinstance(model.norm, nn.LayerNorm) or model.norm.bias is None:
+        return "its last norm is not a plain LayerNorm"
     return next((reason for block in model.blocks if (reason := _why_not_fused_block(block)) is not None), None)
 
 

@@ -12,7 +12,6 @@ TRANSFER_DATA = ("Pets", "Flowers", "Aircraft", "Cars", "Country211", "Food101",
 TRANSFER_AVERAGE = "average of 8"
 
 _K_NOT_STATED = "the paper does not say for which k"
-_LAMBDA_NOT_STATED = "the paper does not say for which lambda"
 _BEST = "best over rates and epochs (as published)"
 
 
@@ -32,8 +31,8 @@ SETTINGS = (
     Correspondence("long-tail", _BEST, "best over rates"),
     Correspondence("low-shot", "1% knn k=20", "1% k-NN", _K_NOT_STATED),
     Correspondence("low-shot", "10% knn k=20", "10% k-NN", _K_NOT_STATED),
-    Correspondence("low-shot", "1% logreg lambda=2e-06", "1% LogReg", _LAMBDA_NOT_STATED),
-    Correspondence("low-shot", "10% logreg lambda=2e-06", "10% LogReg", _LAMBDA_NOT_STATED),
+    Correspondence("low-shot", "1% logreg lambda=2e-06", "1% LogReg"),
+    Correspondence("low-shot", "10% logreg lambda=2e-06", "10% LogReg"),
     Correspondence("low-shot", f"1% linear {_BEST}", "1% Linear"),
     Correspondence("low-shot", f"10% linear {_BEST}", "10% Linear"),
     Correspondence("low-shot", "1 per class linear mean", "1 per class"),

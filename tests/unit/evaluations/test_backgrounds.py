@@ -53,11 +53,20 @@ def release(tmp_path: Path) -> Path:
     return tmp_path / "in9"
 
 
-def save_head(path: Path, *, num_classes: int = 1000, feature: str = "cls", backbone: str = "weights of tiny") -> tuple[Tensor, Tensor]:
+def save_head(
+    path: Path,
+    *,
+    num_classes: int = 1000,
+    feature: str = "cls",
+    backbone: str = "weights of tiny",
+    view_size: int = SIZE,
+    remark: str = "",
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(num_classes, 24, generator=generator), torch.randn(num_classes, generator=generator)
     bias[group_of_classes()[:num_classes] < 0] -= 5.0  # most classes that are chosen belong to a group
-    metadata = {"feature": feature, "class_names": json.dumps([str(number) for number in range(num_classes)]), "backbone": backbone}
+    class_names = json.dumps([str(number) for number in range(num_classes)])
+    metadata = {"feature": feature, "class_names": class_names, "backbone": backbone, "view_size": str(view_size), "remark": remark}
     safetensors.torch.save_file({"weight": weight, "bias": bias}, path, metadata=metadata)
     return weight, bias
 
@@ -110,12 +119,20 @@ def test_a_head_elsewhere_can_be_named(extractor: Extractor, release: Path) -> N
     [
         ({"num_classes": 10}, "the linear head knows 10 classes; ImageNet-9 needs one of ImageNet's 1000"),
         ({"backbone": "others"}, "was trained on features of another model than tiny; run the linear protocol with this one"),
+        ({"view_size": 448}, "was trained on images of 448 px, the model is asked for"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(changes: dict[str, Any], message: str, extractor: Extractor, release: Path) -> None:
     save_head(release.parent / "linear_head.safetensors", **changes)
     with pytest.raises(EvaluationError, match=message):
         list(measure_backgrounds(extractor, data_of(release), BackgroundsSettings()))
+
+
+def test_what_was_not_as_published_in_the_training_of_the_head_stands_in_every_result(extractor: Extractor, release: Path) -> None:
+    save_head(release.parent / "linear_head.safetensors", remark=", epochs 2")
+    found = list(measure_backgrounds(extractor, data_of(release), BackgroundsSettings()))
+    assert found
+    assert all(measurement.setting.endswith(", epochs 2") for measurement in found)
 
 
 def test_another_feature_than_that_of_the_head_is_refused(extractor: Extractor, release: Path) -> None:

@@ -87,10 +87,10 @@ def test_shares_are_scored_as_scikit_learn_scores_them(extractor: Extractor, dat
         indices = fraction_choice(torch.arange(60) % NUM_CLASSES, fraction=fraction, key=(0, "share"))
         rows, labels = class_tokens(extractor, SubsetSource(data.train, indices, name="share"))
         assert len(rows) == 60 * fraction
-        for k, label in ((5, "k=5"), (len(rows), "k=1000")):  # there are no 1000 images: all vote
+        for k, label in ((5, "k=5"), (len(rows), f"k=1000 (all {len(rows)} images)")):
             vote = KNeighborsClassifier(k, weights=lambda distances: np.exp((1 - distances**2 / 2) / 0.07)).fit(rows, labels)
             assert found[f"{name} knn {label}"] == pytest.approx(100 * vote.score(test, test_labels))
-        assert found[f"{name} knn best k"] == max(found[f"{name} knn k=5"], found[f"{name} knn k=1000"])
+        assert found[f"{name} knn best k"] == max(found[f"{name} knn k=5"], found[f"{name} knn k=1000 (all {len(rows)} images)"])
         regression = LogisticRegression(C=1 / (len(rows) * 1e-3), fit_intercept=False, tol=1e-8, max_iter=10_000).fit(rows, labels)
         assert found[f"{name} logreg lambda=0.001"] == pytest.approx(100 * regression.score(test, test_labels))
     assert len(found) == 2 * 4
