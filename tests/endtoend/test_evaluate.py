@@ -173,11 +173,15 @@ def test_changed_settings_are_measured_anew_beside_the_others(evaluate: Any, out
     answer = evaluate("knn", "--knn.ks", "5")
     _assert_measured(answer)
     assert _settings(output) == ["k=10", "k=5"]
-    assert "k=10" in answer.output
     assert "k=5" in answer.output
+    assert "k=10" not in answer.output  # the screen shows what was asked for, the file everything
+    assert "k=10" in (output / "results.md").read_text()
     _assert_measured(evaluate("knn", "--knn.ks", "5", "--knn.temperature", "0.5"))
-    assert _settings(output) == ["k=10", "k=5", "k=5"]
+    assert _settings(output) == ["k=10", "k=5", "k=5, temperature 0.5"]
     assert (output / "results.md").read_text().count("| k=5 | top1 |") == 1
+    again = evaluate("knn", "--knn.ks", "5")
+    assert "measured before" in again.error
+    assert "temperature" not in again.output
 
 
 def test_changed_images_are_measured_anew(evaluate: Any, train: Path, output: Path, tmp_path: Path) -> None:

@@ -153,13 +153,14 @@ def _write_pets(root: Path) -> dict[str, Labels]:
 
 def _write_flowers(root: Path) -> dict[str, Labels]:
     folder = root / "flowers-102"
-    labels = [77, 77, 5, 5, 102, 102, 77, 5, 102, 102]  # of images 1 to 10, counted from 1
+    every_class = [37 * number % 102 + 1 for number in range(102)]  # counted from 1, in no order
+    labels = [*every_class, 77, 77, 5, 102, 102]
     for number, label in enumerate(labels, start=1):
         _save(folder / "jpg" / f"image_{number:05d}.jpg", label, number)
     scipy.io.savemat(folder / "imagelabels.mat", {"labels": np.array([labels], dtype=np.uint8)})
-    ids = {"trnid": [1, 3, 5], "valid": [2, 4, 6], "tstid": [10, 7, 8, 9]}
+    ids = {"trnid": [*range(102, 0, -1)], "valid": [103], "tstid": [107, 104, 105, 106]}
     scipy.io.savemat(folder / "setid.mat", {name: np.array([of_split], dtype=np.uint16) for name, of_split in ids.items()})
-    return {"Flowers": {"train": [76, 4, 101], "test": [101, 76, 4, 101]}}
+    return {"Flowers": {"train": [label - 1 for label in reversed(every_class)], "test": [101, 76, 4, 101]}}
 
 
 def _write_aircraft(root: Path) -> dict[str, Labels]:
@@ -223,7 +224,7 @@ def _write_stl10(root: Path) -> dict[str, Labels]:
     folder = root / "stl10_binary"
     folder.mkdir()
     names = ["airplane", "bird", "car", "cat", "deer", "dog", "horse", "monkey", "ship", "truck"]
-    labels = {"train": [9, 0, 4, 4, 0, 9, 1, 2], "test": [0, 9, 4, 1]}
+    labels = {"train": [9, 0, 4, 4, 0, 9, 1, 2, 3, 5, 6, 7, 8], "test": [0, 9, 4, 1]}
     for split, of_split in (*labels.items(), ("unlabeled", [3, 3])):
         images = np.stack([picture(label, number, height=96, width=96) for number, label in enumerate(of_split)])
         images.transpose(0, 3, 2, 1).tofile(folder / f"{split}_X.bin")  # column by column, one colour after the other
@@ -265,7 +266,7 @@ def _write_cifar(root: Path) -> dict[str, Labels]:
     for number, (name, labels) in enumerate(batches.items()):
         _dump(root / "cifar-10-batches-py" / name, {"data": _flat(labels, number), "labels": labels, "batch_label": name})
     _dump(root / "cifar-10-batches-py" / "batches.meta", {"label_names": [f"class {label}" for label in range(10)], "num_vis": 3072})
-    fine = {"train": [99, 0, 50, 99, 0, 50], "test": [50, 0, 99]}
+    fine = {"train": [37 * number % 100 for number in range(100)], "test": [50, 0, 99]}
     for name, of_split in fine.items():
         content = {"data": _flat(of_split, len(name)), "fine_labels": of_split, "coarse_labels": [label // 5 for label in of_split]}
         _dump(root / "cifar-100-python" / name, content)

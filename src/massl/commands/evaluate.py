@@ -16,7 +16,7 @@ from massl import distributed
 from massl.commands.device import choose_device, host_threads_for
 from massl.commands.evaluation_jobs import Job, MissingJob, digest_of, jobs_of
 from massl.commands.evaluation_settings import EvaluateSettings, ModelSettings
-from massl.config import MasslError, merge, validate
+from massl.config import MasslError, changed, merge, validate
 from massl.data.evaluation_views import PUBLISHED_CROP_RATIO, whole_patches
 from massl.evaluations.base import EvaluationError, Measurement
 from massl.evaluations.features import ExtractionSettings, Extractor
@@ -90,7 +90,9 @@ def model_on_device(model: str, settings: ModelSettings, *, cache: Path | None) 
                 progress=progress,
             )
             yield extractor, console
-    finally:
+    except BaseException:
+        raise  # the group is left as it is: taking it down waits for the other processes, which may wait for this one
+    else:
         distributed.stop()
 
 
@@ -153,22 +155,20 @@ def _run(extractor: Extractor, settings: EvaluateSettings, folder: Path, console
             failed[job.title] = str(error)
             say(console, f"{job.title}: {error}", style="red")
     rows = read_rows(path)
-    done = {(row.protocol, row.data) for row in rows if row.run in runs}  # by what they are called in the results
-    rows = [row for row in newest(rows) if row.weights == extractor.model.fingerprint]
+    asked_for = newest(row for row in rows if row.run in runs)
     if distributed.is_main():
-        _report(rows, done, missing, failed, folder)
-    return EvaluateResult(
-        folder=folder,
-        rows=[row for row in rows if (row.protocol, row.data) in done],
-        missing={job.title: job.lacks for job in missing},
-        failed=failed,
-    )
+        _report(asked_for, missing, failed, folder)
+        _write_table(newest(row for row in rows if row.weights == extractor.model.fingerprint), folder)
+    return EvaluateResult(folder=folder, rows=asked_for, missing={job.title: job.lacks for job in missing}, failed=failed)
 
 
 def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRow], console: Console) -> str:
     """The job's numbers, added to the results together once all are there; returns the digest under which they are found."""
     model = extractor.model
-    data = job.open(job.output_in(folder), lambda remark: say(console, f"{job.title}: {remark}", style="yellow"))
+    doubts: list[str] = []
+    data = job.open(job.output_in(folder), doubts.append)
+    for doubt in doubts:
+        say(console, f"{job.title}: {doubt}", style="yellow")
     how = {
         "weights": model.fingerprint,
         "image_size": model.image_size,
@@ -176,11 +176,14 @@ def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRo
         "crop_ratio": extractor.crop_ratio,
     }
     run = digest_of(job, data, model={**how, **extractor.settings.model_dump(include={"precision", "decoder"})})
-    if any(row.run == run for row in before):
+    is_new = all(row.run != run for row in before)
+    if not distributed.largest_over_ranks(int(is_new), extractor.device):  # new for one process: all take part
         say(console, f"{job.title}: measured before, see {folder / RESULTS_FILE}; --again True measures it anew")
         return run
     began = time.perf_counter()
-    measurements = [_labelled(found, extractor) for found in PROTOCOLS[job.protocol].measure(extractor, data, job.settings)]
+    remarks = [*_remarks(extractor), *changed(job.settings, besides=PROTOCOLS[job.protocol].named)]
+    remarks += ["other images than published"] if doubts else []
+    measurements = [_labelled(found, remarks) for found in PROTOCOLS[job.protocol].measure(extractor, data, job.settings)]
     seconds = time.perf_counter() - began
     if distributed.is_main():
         rows = [
@@ -202,34 +205,45 @@ def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRo
     return run
 
 
-def _labelled(found: Measurement, extractor: Extractor) -> Measurement:
-    """Named apart from the published setting where the features are not the published ones, so that neither replaces the other."""
-    remark = f"feature {extractor.feature}" if extractor.feature is not None else ""
-    remarks = [remark] if remark and remark not in found.setting else []
-    if extractor.crop_ratio != PUBLISHED_CROP_RATIO:
-        remarks.append(f"crop ratio {extractor.crop_ratio:g}")
-    if extractor.model.image_size != own_image_size(extractor.model.backbone.model):
-        remarks.append(f"{extractor.model.image_size} px")
-    if not remarks:
+def _remarks(extractor: Extractor) -> list[str]:
+    """In what the features are not the published ones."""
+    own_size = own_image_size(extractor.model.backbone.model)
+    remarks = {
+        f"feature {extractor.feature}": extractor.feature is not None,
+        f"crop ratio {extractor.crop_ratio:g}": extractor.crop_ratio != PUBLISHED_CROP_RATIO,
+        f"{extractor.model.image_size} px": extractor.model.image_size != own_size,
+        "JPEGs decoded by the GPU": extractor.settings.decoder == "gpu",
+    }
+    return [remark for remark, holds in remarks.items() if holds]
+
+
+def _labelled(found: Measurement, remarks: list[str]) -> Measurement:
+    """Named apart from the published setting, so that neither replaces the other and the paper's figure stands beside its own kind."""
+    new = [remark for remark in remarks if remark not in found.setting]  # some protocols name their feature themselves
+    if not new:
         return found
     name, *kind = re.split(r"( mean| deviation)$", found.setting)  # what tables join stays at the end
-    return replace(found, setting=", ".join([name, *remarks]) + "".join(kind))
+    return replace(found, setting=", ".join([name, *new]) + "".join(kind))
 
 
-def _report(rows: list[ResultRow], done: set[tuple[str, str]], missing: list[MissingJob], failed: Mapping[str, str], folder: Path) -> None:
-    """The table of what was asked for on the screen; that of all results of these weights in a file."""
+def _report(rows: list[ResultRow], missing: list[MissingJob], failed: Mapping[str, str], folder: Path) -> None:
+    """What was asked for, on the screen."""
     plain = [asdict(row) for row in rows]
-    averages = transfer_averages(plain)
-    shown = [row for row in plain if (row["protocol"], row["data"]) in done]
     screen = Console(highlight=False)
     if not screen.is_terminal:
         screen.width = FILE_WIDTH
-    if shown:
-        screen.print(as_rich(results_table([*shown, *(averages if len(done) > 1 else [])])))
+    if plain:
+        screen.print(as_rich(results_table([*plain, *transfer_averages(plain)])))
     for job in missing:
         say(screen, f"not measured: {job.title}. {job.lacks}")
     for title, error in failed.items():
         say(screen, f"failed: {title}. {error}", style="red")
     if plain:
-        (folder / TABLE_FILE).write_text(as_markdown(results_table([*plain, *averages])) + "\n", encoding="utf-8")
         say(screen, f"results: {folder / RESULTS_FILE}, {folder / TABLE_FILE}")
+
+
+def _write_table(rows: list[ResultRow], folder: Path) -> None:
+    """All results of these weights, as Markdown."""
+    plain = [asdict(row) for row in rows]
+    if plain:
+        (folder / TABLE_FILE).write_text(as_markdown(results_table([*plain, *transfer_averages(plain)])) + "\n", encoding="utf-8")

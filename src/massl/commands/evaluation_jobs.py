@@ -16,6 +16,8 @@ from massl.evaluations.suite import SuiteItem, plan_suite
 
 HEAD_FILE = "linear_head.safetensors"
 
+_FORMAT = 1  # raise when the same protocol on the same data would give other numbers
+
 Warn = Callable[[str], None]
 
 
@@ -122,14 +124,20 @@ def _with_head(chosen: Settings, settings: EvaluateSettings) -> Settings:
 def digest_of(job: Job, data: EvaluationData, *, model: dict[str, object]) -> str:
     """Digest of all that decides the job's numbers; a result kept under it need not be measured again."""
     sources = {part: getattr(data, part) for part in ("train", "test", "validation")}
-    files = [str(getattr(job.settings, "head", "")), *getattr(job.settings, "lists", ())]  # whose content counts, not only their names
+    named = [getattr(job.settings, name, "") for name in ("head", "points_model")]
+    files = [
+        Path(name).expanduser() for name in (*named, *getattr(job.settings, "lists", ()))
+    ]  # whose content counts, not only their names
+    whitening = getattr(job.settings, "whitening", "")
     return fingerprint(
         {
             "protocol": job.protocol,
             "settings": job.settings.model_dump(mode="json"),
             "data": {part: None if source is None else source.fingerprint() for part, source in sources.items()},
             "folder": None if data.folder is None else digest_of_files(data.folder, files_below(data.folder)),
-            "files": [digest_of_files(path.parent, [path.name]) for path in map(Path, files) if path.is_file()],
+            "files": [digest_of_files(path.parent, [path.name]) for path in files if path.is_file()],
+            "whitening": open_source(whitening).fingerprint() if whitening else None,
+            "format": _FORMAT,
             "name": data.name,
             **model,
         }

@@ -143,7 +143,7 @@ class Extractor:
         positions = (distributed.rank() * share + torch.arange(share)) % len(indices)  # the last ranks may repeat the first images
         chunks = list(torch.split(indices[positions], self.settings.batch_size))
         rows, num_done = [], 0
-        with self._failing_together():
+        with self.failing_together():
             for batch in self.views(source, chunks, view=view):
                 rows.append(self.read(batch.groups, feature))
                 num_done += len(batch.indices)
@@ -152,7 +152,7 @@ class Extractor:
         return distributed.gather_rows(torch.cat(rows))[: len(indices)].cpu()
 
     @contextmanager
-    def _failing_together(self) -> Iterator[None]:
+    def failing_together(self) -> Iterator[None]:
         """What stops one process inside stops all: the others would wait for its share, or take what it sends next for that."""
         if distributed.world_size() == 1:
             yield
@@ -194,7 +194,7 @@ class Extractor:
         path = self._file(key, begin)
         if distributed.largest_over_ranks(int(not path.is_file()), self.device):  # missing for one process: all compute it
             return None
-        with self._failing_together():
+        with self.failing_together():
             rows = _read_rows(path)
             if len(rows) != num_rows:
                 raise EvaluationError(
@@ -205,7 +205,7 @@ class Extractor:
     def _keep(self, key: str, begin: int, rows: Tensor) -> None:
         if self.cache is None:
             return
-        with self._failing_together():  # and waiting for each other: nobody looks for the file before it is there
+        with self.failing_together():  # and waiting for each other: nobody looks for the file before it is there
             if distributed.is_main():
                 _write_rows(self._file(key, begin), rows)
 

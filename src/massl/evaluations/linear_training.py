@@ -87,7 +87,8 @@ class FreshCrops:
         shares = [torch.split(self._share(batch), self.extractor.settings.batch_size) for batch in batches]
         stream = self.extractor.views(self.source, [part for share in shares for part in share], view=view)
         for batch, share in zip(batches, shares, strict=True):
-            rows = torch.cat([self.extractor.read(viewed.groups, self.feature) for viewed in islice(stream, len(share))])
+            with self.extractor.failing_together():
+                rows = torch.cat([self.extractor.read(viewed.groups, self.feature) for viewed in islice(stream, len(share))])
             yield distributed.gather_rows(rows)[: len(batch)]
         assert next(stream, None) is None  # asking beyond the last batch also ends the stream's workers
 

@@ -82,9 +82,7 @@ def _by_name(shares: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     named: dict[str, Tensor] = {}
     for name, indices in shares:
         if name in named:
-            raise EvaluationError(
-                f"two lists or fractions are both called {name!r}; rename a list's file"
-            )
+            raise EvaluationError(f"two lists or fractions are both called {name!r}; rename a list's file")
         named[name] = indices
     return named
 

@@ -1,6 +1,7 @@
 """The features that protocols name, read from a backbone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,12 +59,23 @@ def read_feature(backbone: Backbone, images: Tensor, name: str, *, precision: Li
     feature = FEATURES[name]
     if feature.needs_class_token:
         require_class_token(backbone, purpose=f"the feature {name!r}")
-    with torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+    with exact_convolutions(), torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
         if name == "cls_multiscale":
             return torch.stack([_class_token(backbone, _rescaled(images, scale)) for scale in _SCALES]).mean(dim=0)
         if name in ("cls", "pooled"):
             return _class_token(backbone, images)
         return feature.combine(_layers(backbone, images, feature.num_layers)).float()
+
+
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Float32 convolutions with all their bits: by default a GPU rounds the operands of the patch embedding to 11 (TF32)."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 def _is_fused(backbone: Backbone, images: Tensor) -> bool:

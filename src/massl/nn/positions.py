@@ -17,11 +17,12 @@ def _resampling_matrix(old_side: int, new_height: int, new_width: int) -> Tensor
     interpolate's backward is not.
     """
     # float32, as the authors resample: with coordinates in float64 the result is off from theirs by 4e-6 instead of 7e-7.
-    identity = torch.eye(old_side * old_side).reshape(old_side * old_side, 1, old_side, old_side)
-    scale = ((new_height + 0.1) / old_side, (new_width + 0.1) / old_side)
-    resampled = interpolate(identity, scale_factor=scale, mode="bicubic", align_corners=False, recompute_scale_factor=False)
-    assert resampled.shape[-2:] == (new_height, new_width), resampled.shape
-    return resampled.flatten(1).T.contiguous()
+    with torch.inference_mode(False):
+        identity = torch.eye(old_side * old_side).reshape(old_side * old_side, 1, old_side, old_side)
+        scale = ((new_height + 0.1) / old_side, (new_width + 0.1) / old_side)
+        resampled = interpolate(identity, scale_factor=scale, mode="bicubic", align_corners=False, recompute_scale_factor=False)
+        assert resampled.shape[-2:] == (new_height, new_width), resampled.shape
+        return resampled.flatten(1).T.contiguous()
 
 
 def resample_positions(positions: Tensor, new_height: int, new_width: int) -> Tensor:  # [1, n * n, D] -> [1, new_height * new_width, D]
@@ -36,7 +37,8 @@ def resample_positions(positions: Tensor, new_height: int, new_width: int) -> Te
 
 @functools.lru_cache(maxsize=64)  # on the device too: a copy from the host cannot be part of a CUDA graph
 def _matrix_on(device: torch.device, dtype: torch.dtype, old_side: int, new_height: int, new_width: int) -> Tensor:
-    return _resampling_matrix(old_side, new_height, new_width).to(device=device, dtype=dtype)
+    with torch.inference_mode(False):  # kept for later calls, which may want gradients
+        return _resampling_matrix(old_side, new_height, new_width).to(device=device, dtype=dtype)
 
 
 def model_positions(model: VisionTransformer, height: int, width: int) -> Tensor | None:  # -> [1, prefix + height * width, D]

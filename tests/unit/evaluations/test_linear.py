@@ -245,7 +245,13 @@ def test_processes_share_every_batch_and_together_have_all_of_it_in_order(monkey
     for rank in range(3):
         brought: list[Tensor] = []
         monkeypatch.setattr(linear_training.distributed, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(linear_training.distributed, "gather_rows", lambda rows, brought=brought: brought.append(rows) or rows)
+
+        def gather(rows: Tensor, brought: list[Tensor] = brought) -> Tensor:
+            if rows.is_floating_point():  # not the messages by which processes fail together
+                brought.append(rows)
+            return rows
+
+        monkeypatch.setattr(linear_training.distributed, "gather_rows", gather)
         list(crops.batches(0, batches))
         shares.append(brought)
     for number, rows in enumerate(alone):

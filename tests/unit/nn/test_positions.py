@@ -33,3 +33,11 @@ def test_resampling_is_differentiable() -> None:
 def test_positions_that_form_no_square_are_refused() -> None:
     with pytest.raises(ValueError, match="15 position embeddings form no square grid"):
         resample_positions(torch.zeros(1, 15, 4), 3, 3)
+
+
+def test_matrices_first_made_without_gradients_serve_training_later() -> None:
+    with torch.inference_mode():
+        resample_positions(torch.randn(1, 9, 2), 7, 5)
+    positions = torch.randn(1, 9, 2, requires_grad=True)
+    resample_positions(positions, 7, 5).sum().backward()
+    assert positions.grad is not None
