@@ -9,6 +9,7 @@ from massl.data.sources.array import open_npz
 from massl.data.sources.base import DataError, EncodedImage, ImageSource
 from massl.data.sources.demo import open_demo
 from massl.data.sources.folder import FolderSource, open_folder
+from massl.data.sources.joined import open_joined
 from massl.data.sources.torchvision_set import open_torchvision
 
 __all__ = ["DataError", "EncodedImage", "ImageSource", "open_source"]
@@ -20,7 +21,11 @@ class Opener(Protocol):
         ...
 
 
-OPENERS: dict[str, Opener] = {"folder": open_folder, "demo": open_demo, "torchvision": open_torchvision}
+def _open_parts(location: str, *, name: str) -> ImageSource:
+    return open_joined(location, name=name, open_part=open_source)
+
+
+OPENERS: dict[str, Opener] = {"folder": open_folder, "demo": open_demo, "torchvision": open_torchvision, "joined": _open_parts}
 
 
 def open_source(uri: str | Path) -> ImageSource:

@@ -1,0 +1,59 @@
+"""`joined:URI|URI`: the images of several sources, one after another."""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
+
+from massl.data.sources.base import DataError, EncodedImage, ImageSource, Pixels
+
+
+class JoinedSource:
+    """Labels mean the same in all parts: their class names must be equal."""
+
+    def __init__(self, parts: Sequence[ImageSource], *, name: str) -> None:
+        if len(parts) < 2:
+            raise DataError(f"{name} joins fewer than two sources; write joined:URI|URI")
+        for part in parts[1:]:
+            if part.class_names != parts[0].class_names:
+                raise DataError(f"{parts[0].name} and {part.name} have other classes; only sources with the same ones can be joined")
+        self.name = name
+        self.class_names = parts[0].class_names
+        self._parts = tuple(parts)
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    @cached_property
+    def pixels(self) -> Pixels | None:
+        arrays = [part.pixels for part in self._parts]
+        if any(array is None for array in arrays) or len({array.shape[1:] for array in arrays if array is not None}) > 1:
+            return None
+        return np.concatenate([array for array in arrays if array is not None])
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _find(self, index: int) -> tuple[ImageSource, int]:
+        number = bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+    def read(self, index: int) -> EncodedImage:
+        part, place = self._find(index)
+        return part.read(place)
+
+    def label_of(self, index: int) -> int | None:
+        part, place = self._find(index)
+        return part.label_of(place)
+
+    def key_of(self, index: int) -> str:
+        part, place = self._find(index)
+        return part.key_of(place)
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(" ".join(part.fingerprint() for part in self._parts).encode()).hexdigest()
+
+
+def open_joined(location: str, *, name: str, open_part: Callable[[str], ImageSource]) -> JoinedSource:
+    return JoinedSource([open_part(part.strip()) for part in location.split("|")], name=name)
