@@ -71,6 +71,9 @@ def attention_maps(extractor: Extractor, source: ImageSource, indices: Tensor, *
         extractor.progress(f"attention maps of {source.name}", num_done, len(indices))
 
 
+_SMALLEST_HEIGHT = 200  # pixels of a figure; those of small images are enlarged as often as that takes
+
+
 def measure_attention(extractor: Extractor, data: EvaluationData, settings: AttentionSettings) -> Iterator[Measurement]:
     """Share of an image's patches that hold 60 % of a head's attention, for each head; figures go to `output`/attention.
 
@@ -88,7 +91,9 @@ def measure_attention(extractor: Extractor, data: EvaluationData, settings: Atte
         for number in range(min(len(batch.indices), settings.num_figures - len(captions))):
             name = f"{len(captions):03d}.png"
             if distributed.is_main():
-                save_picture(folder / name, torch.cat(batch.tiles(number, extractor.model, mass=settings.mass), dim=1))
+                strip = torch.cat(batch.tiles(number, extractor.model, mass=settings.mass), dim=1)
+                times = -(-_SMALLEST_HEIGHT // len(strip))
+                save_picture(folder / name, strip.repeat_interleave(times, dim=0).repeat_interleave(times, dim=1))
             captions.append({"file": name, "image": source.key_of(int(batch.indices[number]))})
     if captions and distributed.is_main():
         save_captions(folder, captions, model=extractor.model.name, size=size, mass=settings.mass)

@@ -99,8 +99,10 @@ def test_figures_are_strips_and_say_what_they_show(source: ArraySource, tmp_path
     assert sorted(path.name for path in folder.iterdir()) == ["000.png", "001.png", "002.png", "figures.json"]
     assert (captions["size"], captions["model"]) == (72, "tiny")
     for figure in captions["figures"]:
-        strip = np.array(Image.open(folder / figure["file"]))
-        assert strip.shape == (72, 72 * (2 + HEADS), 3)
+        enlarged = np.array(Image.open(folder / figure["file"]))
+        assert enlarged.shape == (216, 216 * (2 + HEADS), 3)  # three times, so that 200 pixels are reached
+        strip = enlarged[::3, ::3].astype(int)
+        assert np.array_equal(enlarged, strip.repeat(3, axis=0).repeat(3, axis=1))
         stored = Image.fromarray(source.pixels[int(figure["image"].removeprefix("noise/"))])
         expected = np.array(stored.resize((72, 72), Image.Resampling.BILINEAR)).astype(int)
         assert np.abs(strip[:, :72] - expected).max() <= 1
