@@ -159,7 +159,7 @@ def parse_visualize(arguments: Sequence[str]) -> tuple[str, str, VisualizeSettin
 
 def _evaluate(arguments: Sequence[str]) -> int:
     result = run_evaluation(*parse_evaluate(arguments))
-    return 1 if result.failed else 0
+    return 1 if result.failed or not result.rows else 0
 
 
 def _embed(arguments: Sequence[str]) -> int:

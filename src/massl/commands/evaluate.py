@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from massl import distributed
 from massl.commands.device import choose_device, host_threads_for
-from massl.commands.evaluation_jobs import Job, MissingJob, digest_of, jobs_of
+from massl.commands.evaluation_jobs import Job, MissingJob, digest_of, digest_of_images, jobs_of
 from massl.commands.evaluation_settings import EvaluateSettings, ModelSettings
 from massl.config import MasslError, changed, merge, validate
 from massl.data.evaluation_views import PUBLISHED_CROP_RATIO, whole_patches
@@ -28,6 +28,7 @@ from massl.reports.tables import as_markdown, as_rich, results_table, transfer_a
 from massl.weights.models import LoadedModel, open_model, own_image_size
 
 RESULTS_FILE, TABLE_FILE = "results.jsonl", "results.md"
+_SECONDS_BETWEEN_LINES = 60.0
 FILE_WIDTH = 160  # characters of a table that goes to a file
 
 
@@ -119,12 +120,17 @@ def require_writable(folder: Path, *, option: str) -> None:
 
 @contextmanager
 def _progress_on(console: Console) -> Iterator[ProgressFunction]:
-    """A bar on a terminal; elsewhere nothing, results are announced as they come."""
+    """A bar on a terminal; elsewhere a line a minute."""
     columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
     tasks: dict[str, TaskID] = {}
+    last_said = time.monotonic()
 
     def show(what: str, done: int, total: int) -> None:
+        nonlocal last_said
+        if not console.is_terminal and time.monotonic() - last_said > _SECONDS_BETWEEN_LINES:
+            last_said = time.monotonic()
+            say(console, f"{what}: {min(done, total):,} of {total:,}")
         if what not in tasks:
             for task in tasks.values():
                 bar.update(task, visible=False)
@@ -158,7 +164,6 @@ def _run(extractor: Extractor, settings: EvaluateSettings, folder: Path, console
     asked_for = newest(row for row in rows if row.run in runs)
     if distributed.is_main():
         _report(asked_for, missing, failed, folder)
-        _write_table(newest(row for row in rows if row.weights == extractor.model.fingerprint), folder)
     return EvaluateResult(folder=folder, rows=asked_for, missing={job.title: job.lacks for job in missing}, failed=failed)
 
 
@@ -169,21 +174,28 @@ def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRo
     data = job.open(job.output_in(folder), doubts.append)
     for doubt in doubts:
         say(console, f"{job.title}: {doubt}", style="yellow")
+    entry = PROTOCOLS[job.protocol]
+    if not entry.sees_centre:
+        extractor = replace(extractor, crop_ratio=PUBLISHED_CROP_RATIO)  # changes nothing there, and so is not to be seen in results
     how = {
         "weights": model.fingerprint,
         "image_size": model.image_size,
         "feature": extractor.feature,
         "crop_ratio": extractor.crop_ratio,
     }
-    run = digest_of(job, data, model={**how, **extractor.settings.model_dump(include={"precision", "decoder"})})
+    images = digest_of_images(data)
+    run = digest_of(job, data, images=images, model={**how, **extractor.settings.model_dump(include={"precision", "decoder"})})
     is_new = all(row.run != run for row in before)
     if not distributed.largest_over_ranks(int(is_new), extractor.device):  # new for one process: all take part
         say(console, f"{job.title}: measured before, see {folder / RESULTS_FILE}; --again True measures it anew")
         return run
     began = time.perf_counter()
-    remarks = [*_remarks(extractor), *changed(job.settings, besides=PROTOCOLS[job.protocol].named)]
+    remarks = [*_remarks(extractor), *changed(job.settings, besides=entry.named)]
     remarks += ["other images than published"] if doubts else []
-    measurements = [_labelled(found, remarks) for found in PROTOCOLS[job.protocol].measure(extractor, data, job.settings)]
+    if data.train is not None and data.test is not None and data.train.fingerprint() == data.test.fingerprint():
+        remarks.append("tested on the training images")
+        say(console, f"{job.title}: the training images are the test images, so this measures nothing", style="yellow")
+    measurements = [_labelled(found, remarks) for found in entry.measure(extractor, data, job.settings)]
     seconds = time.perf_counter() - began
     if distributed.is_main():
         rows = [
@@ -196,10 +208,13 @@ def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRo
                 architecture=model.architecture,
                 precision=extractor.settings.precision,
                 run=run,
+                train="" if data.train is None else data.train.name,
+                images=images,
             )
             for measurement in measurements
         ]
         append_rows(folder / RESULTS_FILE, rows)
+        _write_table(newest(read_rows(folder / RESULTS_FILE)), folder)
     distributed.barrier()
     say(console, f"{job.title}: {len(measurements)} numbers in {seconds:.1f} s", style="green")
     return run
@@ -220,15 +235,14 @@ def _remarks(extractor: Extractor) -> list[str]:
 def _labelled(found: Measurement, remarks: list[str]) -> Measurement:
     """Named apart from the published setting, so that neither replaces the other and the paper's figure stands beside its own kind."""
     new = [remark for remark in remarks if remark not in found.setting]  # some protocols name their feature themselves
-    if not new:
-        return found
     name, *kind = re.split(r"( mean| deviation)$", found.setting)  # what tables join stays at the end
-    return replace(found, setting=", ".join([name, *new]) + "".join(kind))
+    setting = re.sub(r" \(as published\)(?=,)", "", ", ".join([name, *new]))  # what follows says in what it is not
+    return replace(found, setting=setting + "".join(kind))
 
 
 def _report(rows: list[ResultRow], missing: list[MissingJob], failed: Mapping[str, str], folder: Path) -> None:
     """What was asked for, on the screen."""
-    plain = [asdict(row) for row in rows]
+    plain = _told_apart(rows)
     screen = Console(highlight=False)
     if not screen.is_terminal:
         screen.width = FILE_WIDTH
@@ -238,12 +252,27 @@ def _report(rows: list[ResultRow], missing: list[MissingJob], failed: Mapping[st
         say(screen, f"not measured: {job.title}. {job.lacks}")
     for title, error in failed.items():
         say(screen, f"failed: {title}. {error}", style="red")
+    if missing:
+        say(screen, f"measured {len({(row.protocol, row.data) for row in rows})}, missing {len(missing)}, failed {len(failed)}")
     if plain:
         say(screen, f"results: {folder / RESULTS_FILE}, {folder / TABLE_FILE}")
 
 
+def _told_apart(rows: list[ResultRow]) -> list[dict[str, Any]]:
+    """The rows as tables take them. Where one name stands for several sets of images, the training images stand beside it."""
+    images: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        images.setdefault((row.protocol, row.data), set()).add(row.images)
+    ambiguous = {key for key, digests in images.items() if len(digests) > 1}
+
+    def name(row: ResultRow) -> str:
+        return f"{row.data} (train: {row.train}, images {row.images[:6]})" if (row.protocol, row.data) in ambiguous else row.data
+
+    return [{**asdict(row), "data": name(row)} for row in rows]
+
+
 def _write_table(rows: list[ResultRow], folder: Path) -> None:
-    """All results of these weights, as Markdown."""
-    plain = [asdict(row) for row in rows]
+    """All results, of whatever model, as Markdown."""
+    plain = _told_apart(rows)
     if plain:
         (folder / TABLE_FILE).write_text(as_markdown(results_table([*plain, *transfer_averages(plain)])) + "\n", encoding="utf-8")

@@ -50,7 +50,7 @@ def jobs_of(settings: EvaluateSettings) -> tuple[list[Job], list[MissingJob]]:
     if settings.suite is not None:
         return _jobs_of_suite(settings)
     if settings.data:
-        return [_job_on_known_data(settings, protocol, look_up(name)) for name in settings.data for protocol in settings.protocol], []
+        return _jobs_on_known_data(settings)
     return [_job_on_given_data(settings, protocol) for protocol in settings.protocol], []
 
 
@@ -77,14 +77,23 @@ def _opener(item: SuiteItem) -> Callable[[Path, Warn], EvaluationData]:
     return lambda output, warn: item.open(output, warn=warn)
 
 
-def _job_on_known_data(settings: EvaluateSettings, protocol: str, name: str) -> Job:
+def _jobs_on_known_data(settings: EvaluateSettings) -> tuple[list[Job], list[MissingJob]]:
+    wanted = [_job_on_known_data(settings, protocol, look_up(name)) for name in settings.data for protocol in settings.protocol]
+    jobs = [job for job in wanted if isinstance(job, Job)]
+    missing = [job for job in wanted if isinstance(job, MissingJob)]
+    if not jobs:
+        raise EvaluationError(" ".join(f"{job.title}: {job.lacks}" for job in missing))
+    return jobs, missing
+
+
+def _job_on_known_data(settings: EvaluateSettings, protocol: str, name: str) -> Job | MissingJob:
     assert settings.data_root is not None
     root = Path(settings.data_root).expanduser()
     needs = PROTOCOLS[protocol].needs
     lacks = missing_data(name, root, parts=needs)
     parts = (*needs, "validation") if missing_data(name, root, parts=("validation",)) is None else needs
     if lacks is not None:
-        raise EvaluationError(f"{protocol} on {name}: {lacks}")
+        return MissingJob(f"{protocol} on {name}", lacks)
     return Job(
         protocol=protocol,
         data_name=name,
@@ -121,9 +130,19 @@ def _with_head(chosen: Settings, settings: EvaluateSettings) -> Settings:
     return chosen.model_copy(update={"head": str(Path(settings.output).expanduser() / "ImageNet" / HEAD_FILE)})
 
 
-def digest_of(job: Job, data: EvaluationData, *, model: dict[str, object]) -> str:
-    """Digest of all that decides the job's numbers; a result kept under it need not be measured again."""
+def digest_of_images(data: EvaluationData) -> str:
+    """Digest of all images of an evaluation."""
     sources = {part: getattr(data, part) for part in ("train", "test", "validation")}
+    return fingerprint(
+        {
+            **{part: None if source is None else source.fingerprint() for part, source in sources.items()},
+            "folder": None if data.folder is None else digest_of_files(data.folder, files_below(data.folder)),
+        }
+    )
+
+
+def digest_of(job: Job, data: EvaluationData, *, images: str, model: dict[str, object]) -> str:
+    """Digest of all that decides the job's numbers; a result kept under it need not be measured again."""
     named = [getattr(job.settings, name, "") for name in ("head", "points_model")]
     files = [
         Path(name).expanduser() for name in (*named, *getattr(job.settings, "lists", ()))
@@ -133,8 +152,7 @@ def digest_of(job: Job, data: EvaluationData, *, model: dict[str, object]) -> st
         {
             "protocol": job.protocol,
             "settings": job.settings.model_dump(mode="json"),
-            "data": {part: None if source is None else source.fingerprint() for part, source in sources.items()},
-            "folder": None if data.folder is None else digest_of_files(data.folder, files_below(data.folder)),
+            "images": images,
             "files": [digest_of_files(path.parent, [path.name]) for path in files if path.is_file()],
             "whitening": open_source(whitening).fingerprint() if whitening else None,
             "format": _FORMAT,

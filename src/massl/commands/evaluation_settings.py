@@ -28,7 +28,9 @@ NO_CACHE = "none"
 class ModelSettings(ExtractionSettings):
     """How the model is opened and fed, for all commands that take one."""
 
-    feature: str | None = Field(None, description="read this instead of what the protocol names: cls, pooled, cls_last4, cls_mean, cls_gem")
+    feature: str | None = Field(
+        None, description="read this instead of what the protocol names: cls, pooled, cls_last4, cls_mean, cls_gem, cls_multiscale"
+    )
     image_size: int | None = Field(None, gt=0, description="side of the views in pixels; default: what the model was made for")
     crop_ratio: float = Field(
         PUBLISHED_CROP_RATIO, gt=0, le=1, description="centre crop / shorter side (224 / 256 as published); 1 for images as small as 32 px"

@@ -147,7 +147,10 @@ def _draw_attention(job: _Job) -> list[Path]:
                 yield row
 
     def page_of(rows_of_page: list[list[Tile]]) -> Image.Image:
-        title = f"Self-attention of the class token in the last block: {job.model.name}"
+        title = (
+            f"Attention of the class token, last block: {job.model.name}. Colours: patches that hold 60 % of a head's attention, "
+            "head 0 blue, 1 red, 2 yellow ...; each heat map has a scale of its own"
+        )
         return sheet(rows_of_page, box=(tile_side(size), tile_side(size)), title=title, headings=headings(rows_of_page[0]))
 
     sheets = _save_pages(rows(), page_of, job.folder / "attention.png")
@@ -215,7 +218,7 @@ def _draw_neighbours(job: _Job) -> list[Path]:
                 yield row
 
     def page_of(rows_of_page: list[list[Tile]]) -> Image.Image:
-        title = f"Nearest neighbours in {database.name} by cosine similarity: {job.model.name}"
+        title = f"Nearest neighbours in {database.name} by cosine similarity: {job.model.name}. Green: same class, red: another"
         headings = ["image", *(str(number + 1) for number in range(neighbours.shape[1]))]
         return sheet(rows_of_page, box=(SMALLEST_TILE, SMALLEST_TILE), title=title, headings=headings, rule_after_first=True)
 

@@ -39,7 +39,10 @@ CLASSES_OF_GROUPS: dict[str, str] = {
 
 
 class BackgroundsSettings(Settings):
-    head: str = Field("", description=f"head of a linear probe on ImageNet with this model; default: {HEAD_FILE} in the output folder")
+    head: str = Field(
+        "",
+        description=f"head of a linear probe on ImageNet with this model; default: OUTPUT/ImageNet/{HEAD_FILE}, left by linear on ImageNet",
+    )
 
 
 def group_of_classes() -> Tensor:  # -> [1000] int64

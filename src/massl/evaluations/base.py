@@ -143,3 +143,4 @@ class ProtocolEntry:
     needs: tuple[str, ...]  # fields of EvaluationData that must be given: "train", "test", "folder"
     summary: str
     named: frozenset[str] = frozenset()  # settings that decide no number, or that the protocol itself names in its results
+    sees_centre: bool = True  # whether it looks at the central part of images, so that the crop ratio counts

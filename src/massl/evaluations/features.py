@@ -126,7 +126,7 @@ class Extractor:
             max_side=_MAX_SIDE,
             device=self.device,
             batch_decoder=jpeg_decoder(self.settings.decoder, self.device),
-            on_skip=_refuse,
+            on_skip=lambda message: _refuse(source, message),
         )
         try:
             for number in range(len(chunks)):
@@ -231,5 +231,5 @@ def _write_rows(path: Path, rows: Tensor) -> None:  # [n, D]
             unfinished.unlink()
 
 
-def _refuse(message: str) -> None:
-    raise DataError(f"an image cannot be read: {message}; repair or remove it")
+def _refuse(source: ImageSource, message: str) -> None:
+    raise DataError(f"an image of {source.name} cannot be read: {message}; repair or remove it")

@@ -30,20 +30,35 @@ PROTOCOLS: dict[str, ProtocolEntry] = {
     ),
     "long-tail": ProtocolEntry(measure_long_tail, LongTailSettings, _PAIR, "linear probe on unbalanced classes", _SWEEP | _TAIL),
     "retrieval": ProtocolEntry(
-        measure_retrieval, RetrievalSettings, _FOLDER, "landmark retrieval, ROxford5k and RParis6k", frozenset({"crop_queries"})
+        measure_retrieval,
+        RetrievalSettings,
+        _FOLDER,
+        "landmark retrieval, ROxford5k and RParis6k",
+        frozenset({"crop_queries"}),
+        sees_centre=False,
     ),
-    "copy-detection": ProtocolEntry(measure_copy_detection, CopyDetectionSettings, _FOLDER, "Copydays, strong"),
+    "copy-detection": ProtocolEntry(measure_copy_detection, CopyDetectionSettings, _FOLDER, "Copydays, strong", sees_centre=False),
     "backgrounds": ProtocolEntry(
-        measure_backgrounds, BackgroundsSettings, _FOLDER, "ImageNet-9, robustness to backgrounds", frozenset({"head"})
+        measure_backgrounds, BackgroundsSettings, _FOLDER, "ImageNet-9, robustness to backgrounds", frozenset({"head"}), sees_centre=False
     ),
     "clustering": ProtocolEntry(measure_clustering, ClusteringSettings, _PAIR, "k-means against labels: NMI, AMI, ARI", frozenset({"ks"})),
     "attention": ProtocolEntry(
-        measure_attention, AttentionSettings, ("test",), "self-attention of the class token, with figures", frozenset({"num_figures"})
+        measure_attention,
+        AttentionSettings,
+        ("test",),
+        "self-attention of the class token, with figures",
+        frozenset({"num_figures"}),
+        sees_centre=False,
     ),
     "correspondence": ProtocolEntry(
-        measure_correspondence, CorrespondenceSettings, ("test",), "matching patches of two views, with figures", _DRAWN
+        measure_correspondence, CorrespondenceSettings, ("test",), "matching patches of two views, with figures", _DRAWN, sees_centre=False
     ),
     "davis": ProtocolEntry(
-        measure_davis, DavisSettings, _FOLDER, "DAVIS-2017 video segmentation, not in the paper", frozenset({"save_masks"})
+        measure_davis,
+        DavisSettings,
+        _FOLDER,
+        "DAVIS-2017 video segmentation, not in the paper",
+        frozenset({"save_masks"}),
+        sees_centre=False,
     ),
 }

@@ -45,6 +45,8 @@ class ResultRow:
     architecture: str
     precision: str
     run: str  # digest of settings, data and weights: equal exactly when the measurement was the same
+    train: str  # the training images, as the user named them; empty where there are none
+    images: str  # digest of all images: two data sets of one name are not taken for one
     created: str = field(default_factory=_now)  # UTC, ISO 8601
     version: str = field(default_factory=_version)  # of massl
 
@@ -104,10 +106,10 @@ def read_rows(path: Path) -> list[ResultRow]:
 
 
 def newest(rows: Iterable[ResultRow]) -> list[ResultRow]:
-    """Of rows that measure the same of the same weights in the same precision the latest, at the place of the first."""
+    """Of rows that measure the same of the same weights and images in the same precision the latest, at the place of the first."""
     latest: dict[tuple[str, ...], ResultRow] = {}
     for row in rows:
-        key = (row.protocol, row.data, row.setting, row.metric, row.weights, row.precision)
+        key = (row.protocol, row.data, row.setting, row.metric, row.weights, row.precision, row.images)
         before = latest.get(key)
         if before is None or datetime.fromisoformat(row.created) >= datetime.fromisoformat(before.created):
             latest[key] = row

@@ -190,7 +190,7 @@ def test_one_unreadable_image_of_very_many_stops_the_work_too(extractor: Extract
 
     whole = array(150, side=32)
     damaged = Damaged(name="set", pixels=whole.pixels, labels=None, class_names=None, key_prefix="noise")
-    with pytest.raises(DataError, match=r"an image cannot be read: noise/5: .*; repair or remove it"):
+    with pytest.raises(DataError, match=r"an image of set cannot be read: noise/5: .*; repair or remove it"):
         extractor.features(_without_array(damaged), view=VIEW, feature="cls")
 
 

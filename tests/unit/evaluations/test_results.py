@@ -30,6 +30,8 @@ def result(**changes: Any) -> ResultRow:
         "architecture": "ViT-S/16",
         "precision": "fp32",
         "run": "fedcba9876543210",
+        "train": "trainval",
+        "images": "00112233",
         "created": "2024-07-21T12:00:00+00:00",
         "version": "0.1.0",
     }
@@ -202,7 +204,7 @@ def test_times_are_compared_as_times_not_as_text() -> None:
     assert newest([late, early]) == [late]
 
 
-@pytest.mark.parametrize("name", ["protocol", "data", "setting", "metric", "weights", "precision"])
+@pytest.mark.parametrize("name", ["protocol", "data", "setting", "metric", "weights", "precision", "images"])
 def test_rows_that_measure_something_else_stay_beside_each_other(name: str) -> None:
     rows = [result(), result(**{name: "other"})]
     assert newest(rows) == rows
