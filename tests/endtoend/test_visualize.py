@@ -9,7 +9,7 @@ from PIL import Image
 
 from massl.commands import visualize as command
 from massl.commands.visualize import nearest_rows, visualize
-from massl.config import RecipeError
+from massl.config import MasslError, RecipeError
 from massl.data.sources.base import DataError
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.reports.pictures import GREEN, GREY, RED
@@ -147,3 +147,10 @@ def test_unknown_kinds_and_lonely_images_are_refused(model: Path, images: Path, 
     np.savez(alone, images=np.zeros((1, 20, 20), dtype=np.uint8))
     with pytest.raises(DataError, match="holds no other image"):
         visualize(model, "neighbours", data=alone, out=tmp_path, device="cpu")
+
+
+def test_an_output_that_is_a_file_is_refused_before_the_work(model: Path, images: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(MasslError, match="name another place with --out"):
+        visualize(model, "attention", data=images, out=tmp_path / "file", device="cpu")
+    assert (tmp_path / "file").read_text() == "mine"

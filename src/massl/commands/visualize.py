@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from massl import distributed, keyed_random
-from massl.commands.evaluate import model_on_device
+from massl.commands.evaluate import model_on_device, require_writable
 from massl.commands.evaluation_settings import ModelSettings
 from massl.config import RecipeError, closest, merge, validate
 from massl.data.evaluation_views import CentreView, ThumbnailView, whole_patches
@@ -101,6 +101,7 @@ def run_visualization(model: str, kind: str, settings: VisualizeSettings) -> lis
         raise RecipeError(f"there is no picture of {kind!r}.{closest(kind, DRAWERS)} Known: {', '.join(DRAWERS)}")
     source = open_source(settings.data)
     folder = Path(settings.out).expanduser()
+    require_writable(folder, option="out")
     cache = Path(settings.cache).expanduser() if settings.cache else None
     with model_on_device(model, settings, cache=cache) as (extractor, _):
         return DRAWERS[kind](_Job(extractor=extractor, source=source, settings=settings, folder=folder))
