@@ -45,8 +45,9 @@ def label_map(labels: Tensor, *, scale: int) -> Tensor:  # [C, h, w] -> int64 [h
     enlarged = interpolate(labels[None], scale_factor=scale, mode="bilinear", align_corners=False)[0]
     lowest, highest = torch.aminmax(enlarged.flatten(1), dim=1, keepdim=True)
     lowest, highest = lowest[..., None], highest[..., None]
-    stretched = (enlarged - lowest) / (highest - lowest)  # NaN for a class that is the same everywhere: it is there or it is not
-    return torch.where(highest > lowest, stretched, (highest > 0).to(enlarged.dtype)).argmax(dim=0)
+    stretched = (enlarged - lowest) / (highest - lowest)  # NaN or noise for a class that is the same everywhere: it is there or it is not
+    varies = highest - lowest > 1e-6 * highest  # enlarging rounds, so that equal values come out a last bit apart
+    return torch.where(varies, stretched, (highest > 0).to(enlarged.dtype)).argmax(dim=0)
 
 
 def resize_nearest(values: Tensor, size: tuple[int, int]) -> Tensor:  # [H, W] -> [size[0], size[1]]

@@ -118,8 +118,14 @@ def test_each_pixel_takes_the_class_that_is_largest_after_stretching(num_classes
     for layer in labels.numpy():
         large = enlarged_by_hand(layer, scale)
         span = large.max() - large.min()
-        stretched.append((large - large.min()) / span if span > 0 else np.ones_like(large))
+        stretched.append((large - large.min()) / span if span > 1e-9 else np.ones_like(large))
     assert label_map(labels, scale=scale).tolist() == np.argmax(stretched, axis=0).tolist()
+
+
+def test_classes_that_are_the_same_everywhere_are_not_told_apart_by_rounding() -> None:
+    for value in torch.linspace(0.05, 0.95, 40, dtype=torch.float64):
+        labels = torch.stack([value.expand(1, 1), (1 - value).expand(1, 1)])
+        assert label_map(labels, scale=4).unique().tolist() == [0]  # both fill the frame: the first counts
 
 
 def test_a_class_that_fills_the_frame_is_found_and_one_that_has_vanished_is_not() -> None:
