@@ -35,9 +35,10 @@ def test_positions_that_form_no_square_are_refused() -> None:
         resample_positions(torch.zeros(1, 15, 4), 3, 3)
 
 
-def test_matrices_first_made_without_gradients_serve_training_later() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_matrices_first_made_without_gradients_serve_training_later(dtype: torch.dtype) -> None:
     with torch.inference_mode():
-        resample_positions(torch.randn(1, 9, 2), 7, 5)
-    positions = torch.randn(1, 9, 2, requires_grad=True)
+        resample_positions(torch.randn(1, 9, 2, dtype=dtype), 7, 5)
+    positions = torch.randn(1, 9, 2, dtype=dtype, requires_grad=True)
     resample_positions(positions, 7, 5).sum().backward()
     assert positions.grad is not None
