@@ -75,26 +75,22 @@ def model_on_device(model: str, settings: ModelSettings, *, cache: Path | None) 
     device = choose_device(settings.device, option="device")
     distributed.start(device.type)
     console = Console(stderr=True, quiet=not distributed.is_main(), highlight=False)
-    try:
-        with host_threads_for(device), _progress_on(console) as progress:
-            loaded = _load(model, settings)
-            loaded.backbone.to(device)
-            extraction = ExtractionSettings(**{key: getattr(settings, key) for key in ExtractionSettings.model_fields})
-            say(console, f"{loaded.name}: {loaded.origin}; {loaded.architecture}, {loaded.image_size} px, {settings.precision}, {device}")
-            extractor = Extractor(
-                model=loaded,
-                settings=extraction,
-                device=device,
-                cache=cache,
-                feature=settings.feature,
-                crop_ratio=settings.crop_ratio,
-                progress=progress,
-            )
-            yield extractor, console
-    except BaseException:
-        raise  # the group is left as it is: taking it down waits for the other processes, which may wait for this one
-    else:
-        distributed.stop()
+    with host_threads_for(device), _progress_on(console) as progress:
+        loaded = _load(model, settings)
+        loaded.backbone.to(device)
+        extraction = ExtractionSettings(**{key: getattr(settings, key) for key in ExtractionSettings.model_fields})
+        say(console, f"{loaded.name}: {loaded.origin}; {loaded.architecture}, {loaded.image_size} px, {settings.precision}, {device}")
+        extractor = Extractor(
+            model=loaded,
+            settings=extraction,
+            device=device,
+            cache=cache,
+            feature=settings.feature,
+            crop_ratio=settings.crop_ratio,
+            progress=progress,
+        )
+        yield extractor, console
+    distributed.stop()  # not after an error: taking the group down waits for the other processes, which may wait for this one
 
 
 def _load(model: str, settings: ModelSettings) -> LoadedModel:

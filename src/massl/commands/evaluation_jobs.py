@@ -11,10 +11,9 @@ from massl.data.sources import open_source
 from massl.data.sources.file_stamps import digest_of_files, files_below
 from massl.evaluations.base import EvaluationData, EvaluationError
 from massl.evaluations.datasets import look_up, missing_data, open_data
+from massl.evaluations.linear import HEAD_FILE
 from massl.evaluations.protocols import PROTOCOLS
 from massl.evaluations.suite import SuiteItem, plan_suite
-
-HEAD_FILE = "linear_head.safetensors"
 
 _FORMAT = 1  # raise when the same protocol on the same data would give other numbers
 

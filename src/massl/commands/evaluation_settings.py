@@ -20,6 +20,7 @@ from massl.evaluations.logreg import LogisticSettings
 from massl.evaluations.long_tail import LongTailSettings
 from massl.evaluations.low_shot import LowShotSettings
 from massl.evaluations.protocols import PROTOCOLS
+from massl.evaluations.readers import FEATURES
 from massl.evaluations.retrieval import RetrievalSettings
 
 NO_CACHE = "none"
@@ -29,7 +30,9 @@ class ModelSettings(ExtractionSettings):
     """How the model is opened and fed, for all commands that take one."""
 
     feature: str | None = Field(
-        None, description="read this instead of what the protocol names: cls, pooled, cls_last4, cls_mean, cls_gem, cls_multiscale"
+        None,
+        description="read this instead of what the protocol names. "
+        + "; ".join(f"{name}: {kind.summary}" for name, kind in FEATURES.items()),
     )
     image_size: int | None = Field(None, gt=0, description="side of the views in pixels; default: what the model was made for")
     crop_ratio: float = Field(
@@ -46,7 +49,7 @@ class EvaluateSettings(ModelSettings):
     """What is measured on which images, and how."""
 
     output: str = Field(description="folder for results.jsonl, results.md, kept features, heads and figures")
-    protocol: tuple[str, ...] = Field((), description=f"one or several of {', '.join(PROTOCOLS)}")
+    protocol: tuple[str, ...] = Field((), description="; ".join(f"{name}: {entry.summary}" for name, entry in PROTOCOLS.items()))
     suite: Literal["paper"] | None = Field(None, description="paper: every evaluation of the paper whose data lie below data_root")
     train: str | None = Field(None, description="images to learn from: a folder, archive or URI, as in pretrain's --data.source")
     test: str | None = Field(None, description="images to score")

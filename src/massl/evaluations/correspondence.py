@@ -10,9 +10,7 @@ from torch import Tensor
 from massl import distributed, keyed_random
 from massl.config import Settings
 from massl.data.evaluation_views import SquareView, whole_patches
-from massl.data.gpu_decode import jpeg_decoder
-from massl.data.loader import ImageBatch, Loader
-from massl.data.sources.base import DataError, ImageSource
+from massl.data.sources.base import ImageSource
 from massl.data.views import ViewSettings, draw_parameters, make_views
 from massl.evaluations.attention import save_captions, save_picture
 from massl.evaluations.base import EvaluationData, EvaluationError, Measurement, require_finite
@@ -33,7 +31,6 @@ from massl.ops.correspondence import (
 from massl.ops.image_ops import normalise
 from massl.weights.models import LoadedModel, open_model
 
-_MAX_SIDE = 1 << 15  # images are taken as they are
 _SMALLEST_PICTURE = 160  # side in pixels below which a drawn view is enlarged
 
 
@@ -83,7 +80,7 @@ def instance_pairs(
     settings = _view_settings(size, model)
     grid = size // require_patches(model.backbone, purpose="correspondence")
     num_done = 0
-    for batch in _stored_images(extractor, source, list(torch.split(indices, max(1, extractor.settings.batch_size // 2)))):
+    for batch in extractor.images(source, list(torch.split(indices, max(1, extractor.settings.batch_size // 2)))):
         numbers, sizes = batch.indices, batch.images.sizes
         first, second = make_views(batch.images, numbers, settings, seed=seed, epoch=0).global_views
         drawn = draw_parameters(settings, sizes, numbers, seed=seed, epoch=0)  # the same key, the same views
@@ -99,30 +96,6 @@ def instance_pairs(
         )
         num_done += len(numbers)
         extractor.progress(f"matches of {source.name}", num_done, len(indices))
-
-
-def _stored_images(extractor: Extractor, source: ImageSource, chunks: list[Tensor]) -> Iterator[ImageBatch]:
-    """Batches of images as they are stored, on the device: of them the size must be known, which a view does not tell."""
-    loader = Loader(
-        source,
-        order_at=lambda number: chunks[number % len(chunks)],  # read-ahead may ask beyond the last
-        seed=0,
-        num_workers=extractor.settings.num_workers,
-        worker_kind=extractor.settings.worker_kind,
-        max_side=_MAX_SIDE,
-        device=extractor.device,
-        batch_decoder=jpeg_decoder(extractor.settings.decoder, extractor.device),
-        on_skip=_refuse,
-    )
-    try:
-        for number in range(len(chunks)):
-            yield loader.at(number).to(extractor.device)
-    finally:
-        loader.close()
-
-
-def _refuse(message: str) -> None:
-    raise DataError(f"an image cannot be read: {message}; repair or remove it")
 
 
 def _view_settings(size: int, model: LoadedModel) -> ViewSettings:

@@ -116,7 +116,12 @@ class Extractor:
         return torch.cat([read_feature(self.model.backbone, group, feature, precision=self.settings.precision) for group in groups])
 
     def views(self, source: ImageSource, chunks: list[Tensor], *, view: EvaluationView) -> Iterator[ViewedBatch]:
-        """Batches of images in the order of `chunks`, read ahead; an image that cannot be read stops the work."""
+        """Batches of images in the order of `chunks`, as the network sees them."""
+        for batch in self.images(source, chunks):
+            yield ViewedBatch(self._normalised(batch, view), batch.indices, batch.labels)
+
+    def images(self, source: ImageSource, chunks: list[Tensor]) -> Iterator[ImageBatch]:
+        """The same as they are stored, on the device, read ahead; an image that cannot be read stops the work."""
         loader = Loader(
             source,
             order_at=lambda number: chunks[number] if number < len(chunks) else chunks[0][:1],  # read-ahead asks beyond the last
@@ -130,8 +135,7 @@ class Extractor:
         )
         try:
             for number in range(len(chunks)):
-                batch = loader.at(number).to(self.device)
-                yield ViewedBatch(self._normalised(batch, view), batch.indices, batch.labels)
+                yield loader.at(number).to(self.device)
         finally:
             loader.close()
 

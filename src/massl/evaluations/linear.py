@@ -20,11 +20,19 @@ from torch import Tensor
 
 from massl import distributed
 from massl.config import changed
-from massl.data.evaluation_views import CentreView, RandomCropView
+from massl.data.evaluation_views import RandomCropView
 from massl.data.sources.base import ImageSource
 from massl.data.sources.subset import SubsetSource
 from massl.data.subsets import split_off
-from massl.evaluations.base import EvaluationData, EvaluationError, LabelledFeatures, Measurement, require_labels, require_same_classes
+from massl.evaluations.base import (
+    EvaluationData,
+    EvaluationError,
+    LabelledFeatures,
+    Measurement,
+    labels_of_images,
+    require_labels,
+    require_same_classes,
+)
 from massl.evaluations.features import Extractor
 from massl.evaluations.linear_training import (
     PUBLISHED,
@@ -106,7 +114,7 @@ def prepare_probe(extractor: Extractor, data: EvaluationData, settings: LinearSe
     if data.validation is not None:
         require_same_classes(data.train, data.validation)
         validation = held_out_images(extractor, data.validation, feature=feature, excluded=None)
-    test = extractor.features(data.test, view=_evaluation_view(extractor), feature=feature)
+    test = extractor.features(data.test, view=extractor.centre_view(), feature=feature)
     require_labels(test)
     return LinearProbe(
         extractor=extractor,
@@ -114,7 +122,7 @@ def prepare_probe(extractor: Extractor, data: EvaluationData, settings: LinearSe
         feature=feature,
         num_classes=num_classes,
         test=test,
-        test_key=extractor.cache_key(data.test, _evaluation_view(extractor), feature),
+        test_key=extractor.cache_key(data.test, extractor.centre_view(), feature),
         validation=validation,
         output=data.output,
     )
@@ -122,7 +130,7 @@ def prepare_probe(extractor: Extractor, data: EvaluationData, settings: LinearSe
 
 def held_out_images(extractor: Extractor, source: ImageSource, *, feature: str, excluded: Tensor | None) -> HeldOut:
     """Features of images by which a rate is chosen."""
-    view = _evaluation_view(extractor)
+    view = extractor.centre_view()
     features = extractor.features(source, view=view, feature=feature)
     require_labels(features)
     return HeldOut(features=features, excluded=excluded, key=extractor.cache_key(source, view, feature))
@@ -169,13 +177,9 @@ def forget(trained: Iterable[TrainedHeads]) -> None:
 
 def labels_of(source: ImageSource) -> Tensor:  # -> [N] int64 on the CPU
     """The labels of all images, without reading them; an image that has none is refused."""
-    labels = torch.tensor([-1 if label is None else label for label in map(source.label_of, range(len(source)))])
+    labels = labels_of_images(source)
     require_labels(LabelledFeatures(rows=torch.empty(len(source), 0), labels=labels, name=source.name))
     return labels
-
-
-def _evaluation_view(extractor: Extractor) -> CentreView:
-    return extractor.centre_view()
 
 
 def _training_rows(probe: LinearProbe, train: ImageSource) -> TrainingRows:
@@ -183,7 +187,7 @@ def _training_rows(probe: LinearProbe, train: ImageSource) -> TrainingRows:
     if settings.crops == "fresh":
         return FreshCrops(extractor=extractor, source=train, labels=labels_of(train), feature=feature, seed=settings.seed)
     if settings.crops == "centre":
-        crops = [extractor.features(train, view=_evaluation_view(extractor), feature=feature)]
+        crops = [extractor.features(train, view=extractor.centre_view(), feature=feature)]
     else:
         num_crops = min(settings.num_cached_crops, settings.epochs)
         views = [RandomCropView(size=extractor.model.image_size, seed=settings.seed, epoch=number) for number in range(num_crops)]
@@ -195,7 +199,7 @@ def _training_rows(probe: LinearProbe, train: ImageSource) -> TrainingRows:
 def _training_key(probe: LinearProbe, train: ImageSource, held_out: HeldOut | None) -> str:
     """Digest of all that decides a training."""
     parts = {
-        "train": probe.extractor.cache_key(train, _evaluation_view(probe.extractor), probe.feature),
+        "train": probe.extractor.cache_key(train, probe.extractor.centre_view(), probe.feature),
         "test": probe.test_key,
         "held_out": None if held_out is None else [held_out.key, held_out.excluded is not None],
         "settings": probe.settings.model_dump(mode="json"),
