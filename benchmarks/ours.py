@@ -81,7 +81,7 @@ class Training:
         # So long that no schedule ends: rates and temperatures are those of an early step of a real run.
         self._schedules = Schedules(
             optimizer=OptimizerSettings(),
-            teacher=method.settings.teacher,
+            ramps=method.settings.ramps(),
             batch_size=spec.batch_size,
             epochs=settings.epochs,
             steps_per_epoch=10_000,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 import tyro
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, create_model
 from safetensors import SafetensorError
 
 from massl.commands.embed import EmbedSettings, run_embedding
@@ -32,7 +32,8 @@ _PRETRAIN_HELP = """Learn visual features from unlabelled images.
 
 massl pretrain --recipe massl-vits16 --data.source photos/ --output runs/a [--any.key value]
 
-The options below are the values of the recipe, grouped by part; the defaults shown are those of the recipe named by --recipe. The run is
+The options below are the values of the recipe, grouped by part; the defaults shown are those of the recipe named by --recipe. With
+--method.name dino (ibot, mocov3, mae, nnclr, carp, supervised) another method is trained, with what the recipe says for it. The run is
 kept in --output; the same command again continues it where it stopped. Under torchrun the same command trains on several processes:
 torchrun --nproc-per-node 4 -m massl pretrain ..."""
 
@@ -42,15 +43,22 @@ class _PretrainArguments(PretrainRecipe):
     output: str = Field(description="folder of the run; never overwritten, continued if it holds a run of the same recipe")
 
 
+def _arguments_of(settings: Settings) -> type[_PretrainArguments]:
+    """The arguments with the options of one method: those of others would stand beside them, to no use."""
+    return create_model("PretrainArguments", __base__=_PretrainArguments, method=(type(settings), settings))
+
+
 def parse_pretrain(arguments: Sequence[str]) -> tuple[PretrainRecipe, str]:
     """Recipe, with the values given on the command line, and output folder."""
     name = _value_of("--recipe", arguments)
     asks_help = "--help" in arguments or "-h" in arguments
     if name is None and not asks_help:
         raise RecipeError(f"which recipe? Give --recipe NAME_OR_FILE; shipped ones: {', '.join(shipped_recipes())}")
-    recipe = load_recipe(name or "massl-vits16")
-    defaults = _PretrainArguments.model_construct(recipe=name or "massl-vits16", output=tyro.MISSING, **dict(recipe))
-    parsed = _parse(_PretrainArguments, "pretrain", _PRETRAIN_HELP, arguments, default=defaults)
+    method = _value_of("--method.name", arguments)
+    recipe = load_recipe(name or "massl-vits16", {} if method is None else {"method.name": method})
+    arguments_type = _arguments_of(recipe.method)
+    defaults = arguments_type.model_construct(recipe=name or "massl-vits16", output=tyro.MISSING, **dict(recipe))
+    parsed = _parse(arguments_type, "pretrain", _PRETRAIN_HELP, arguments, default=defaults)
     return PretrainRecipe.model_validate({field: getattr(parsed, field) for field in PretrainRecipe.model_fields}), parsed.output
 
 

@@ -68,18 +68,18 @@ def _unknown_keys(settings_type: type[Settings], values: Mapping[str, Any], pref
         if field is None:
             problems.append(f"unknown key {prefix}{key}.{closest(str(key), settings_type.model_fields)}")
             continue
-        nested = _nested_settings(field.annotation)
-        if nested is not None and isinstance(value, Mapping):
+        nested = _nested_settings(field.annotation, value) if isinstance(value, Mapping) else None
+        if nested is not None:
             problems.extend(_unknown_keys(nested, value, prefix=f"{prefix}{key}."))
     return problems
 
 
-def _nested_settings(annotation: Any) -> type[Settings] | None:
+def _nested_settings(annotation: Any, values: Mapping[str, Any]) -> type[Settings] | None:
+    """The settings that `values` are for; of several, those whose default name is the one given, or the first."""
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    for option in options:
-        if isinstance(option, type) and issubclass(option, Settings):
-            return option
-    return None
+    fitting = [option for option in options if isinstance(option, type) and issubclass(option, Settings)]
+    named = [option for option in fitting if "name" in option.model_fields and option.model_fields["name"].default == values.get("name")]
+    return next(iter(named or fitting), None)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -103,6 +103,15 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
             if not isinstance(section, dict):
                 raise RecipeError(f"override {dotted}: {parent} is a value, not a section")
         section[last] = value
+    return merged
+
+
+def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Values with those of `changes` over them, section by section: overlay({"a": {"x": 1, "y": 2}}, {"a": {"x": 3}})."""
+    merged: dict[str, Any] = json.loads(json.dumps(values))
+    for key, value in changes.items():
+        own = merged.get(key)
+        merged[key] = overlay(own, value) if isinstance(own, Mapping) and isinstance(value, Mapping) else value
     return merged
 
 

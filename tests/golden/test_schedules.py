@@ -26,12 +26,12 @@ def schedules(*, learning_rate: str) -> Schedules:
             weight_decay=decay["base_value"],
             weight_decay_end=decay["final_value"],
         ),
-        teacher=TeacherSettings(
+        ramps=TeacherSettings(
             momentum=momentum["base_value"],
             temperature_start=temperature["start_warmup_value"],
             temperature=temperature["base_value"],
             temperature_warmup_epochs=temperature["warmup_epochs"],
-        ),
+        ).ramps(),
         batch_size=256,
         epochs=rate["epochs"],
         steps_per_epoch=rate["niter_per_ep"],

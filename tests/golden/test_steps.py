@@ -44,10 +44,18 @@ class Replay:
     clipped: list[list[str]]
 
 
-def recorded_schedules() -> Schedules:
-    rate, decay, momentum, temperature = (
-        SETTINGS["schedules"][key] for key in ("learning_rate", "weight_decay", "momentum", "teacher_temperature")
+def recorded_teacher() -> TeacherSettings:
+    momentum, temperature = (SETTINGS["schedules"][key] for key in ("momentum", "teacher_temperature"))
+    return TeacherSettings(
+        momentum=momentum["base_value"],
+        temperature_start=temperature["start_warmup_value"],
+        temperature=temperature["base_value"],
+        temperature_warmup_epochs=temperature["warmup_epochs"],
     )
+
+
+def recorded_schedules() -> Schedules:
+    rate, decay = (SETTINGS["schedules"][key] for key in ("learning_rate", "weight_decay"))
     return Schedules(
         optimizer=OptimizerSettings(
             learning_rate=rate["base_value"] * 256 / SETTINGS["batch_size"],  # the record holds the peak itself, ours is for a batch of 256
@@ -58,12 +66,7 @@ def recorded_schedules() -> Schedules:
             betas=tuple(SETTINGS["betas"]),
             clip_norm=SETTINGS["clip"],
         ),
-        teacher=TeacherSettings(
-            momentum=momentum["base_value"],
-            temperature_start=temperature["start_warmup_value"],
-            temperature=temperature["base_value"],
-            temperature_warmup_epochs=temperature["warmup_epochs"],
-        ),
+        ramps=recorded_teacher().ramps(),
         batch_size=SETTINGS["batch_size"],
         epochs=SETTINGS["epochs"],
         steps_per_epoch=SETTINGS["steps_per_epoch"],
@@ -81,7 +84,7 @@ def recorded_weights(who: str) -> dict[str, Tensor]:
 def recorded_method(schedules: Schedules) -> MaSSL:
     settings = MaSSLSettings(
         student_temperature=SETTINGS["student_temperature"],
-        teacher=schedules.teacher,
+        teacher=recorded_teacher(),
         head=HeadSettings(hidden_dim=SETTINGS["head"]["hidden_dim"], out_dim=SETTINGS["head"]["bottleneck_dim"]),
         memory=MemorySettings(num_rows=SETTINGS["memory_rows"], block_size=SETTINGS["block_size"]),
     )

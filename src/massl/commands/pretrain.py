@@ -10,6 +10,7 @@ from rich.console import Console
 
 from massl import distributed
 from massl.commands.device import choose_device, host_threads_for
+from massl.commands.methods import METHODS
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import RecipeError, merge, validate
 from massl.data.cache import ImageCache
@@ -17,16 +18,13 @@ from massl.data.gpu_decode import jpeg_decoder
 from massl.data.loader import Loader
 from massl.data.order import EpochOrder
 from massl.data.sources import ImageSource, open_source
-from massl.methods.massl import MaSSL
-from massl.nn.backbone import Backbone
+from massl.methods.base import Method, TrainingPlan
 from massl.training.environment import describe_environment
 from massl.training.metrics_log import read_metrics
 from massl.training.probes import Probe
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.trainer import FitResult, Kernels, Trainer
-
-METHODS = {"massl": MaSSL}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +66,8 @@ def pretrain(
 def _resolve(recipe: str | Path | PretrainRecipe, data: str | Path | None, overrides: Mapping[str, Any]) -> PretrainRecipe:
     changes = dict(overrides) | ({} if data is None else {"data.source": str(data)})
     if isinstance(recipe, PretrainRecipe):
+        if changes.get("method.name", recipe.method.name) != recipe.method.name:
+            raise RecipeError("a resolved recipe keeps its method: give the recipe's name or file, and method.name with it")
         resolved = validate(PretrainRecipe, merge(recipe.model_dump(mode="json"), changes), origin="recipe")
     else:
         resolved = load_recipe(recipe, changes)
@@ -92,13 +92,13 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
     order = EpochOrder(num_images=len(source), batch_size=batch_size, seed=seed)
     schedules = Schedules(
         optimizer=recipe.optimizer,
-        teacher=recipe.method.teacher,
+        ramps=recipe.method.ramps(),
         batch_size=batch_size,
         epochs=recipe.trainer.epochs,
         steps_per_epoch=order.steps_per_epoch,
     )
     method = METHODS[recipe.method.name](recipe.method, recipe.backbone, seed=seed)
-    _check_view_sizes(recipe, method.backbone_to_evaluate())
+    _check_views(recipe, method)
     cache = ImageCache(max_gib=recipe.data.cache_gib) if recipe.data.cache_gib > 0 else None
     loader = _open_loader(recipe, source, order, cache, device, on_skip=on_skip, on_note=warn)
     probe = None
@@ -117,7 +117,8 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
         recipe.trainer, method=method, loader=loader, views=recipe.views, schedules=schedules, probe=probe, folder=folder, device=device
     )
     _announce(recipe, schedules, len(source), device, trainer.kernels, console)
-    for caution in method.cautions(len(source), batch_size):
+    plan = TrainingPlan(num_images=len(source), batch_size=batch_size, num_parts=recipe.trainer.accumulation_steps, views=recipe.views)
+    for caution in method.cautions(plan):
         warn(caution)
     if distributed.is_main():
         folder.write_json("environment.json", describe_environment(device))
@@ -155,9 +156,11 @@ def _open_loader(
 
 
 @torch.no_grad()
-def _check_view_sizes(recipe: PretrainRecipe, backbone: Backbone) -> None:
+def _check_views(recipe: PretrainRecipe, method: Method) -> None:
     """Try one empty image of each size: some networks take only their own, and none takes less than a patch."""
-    backbone.eval()
+    if recipe.views.num_global < method.min_global_views:
+        raise RecipeError(f"{recipe.method.name} compares views of an image: set views.num_global to {method.min_global_views} or more")
+    backbone = method.backbone_to_evaluate().eval()
     for key in ("global_size", "local_size") if recipe.views.num_local else ("global_size",):
         size = getattr(recipe.views, key)
         try:

@@ -20,7 +20,7 @@ _NUM_TRIES = 10  # of a random crop before the centre of the image is taken, as 
 class ViewSettings(Settings):
     """The views of one image; the defaults are the recipe of MaSSL (2 x 224 + 10 x 96, colour and blur as in BYOL and DINO)."""
 
-    num_global: int = Field(2, ge=2, description="large crops per image")
+    num_global: int = Field(2, ge=1, description="large crops per image")
     num_local: int = Field(10, ge=0, description="small crops per image")
     global_size: int = Field(224, ge=1, description="side of a global view in pixels")
     local_size: int = Field(96, ge=1, description="side of a local view in pixels")
@@ -64,7 +64,8 @@ class ViewBatch:
 
     global_views: Tensor  # [G, B, 3, H, W]
     local_views: Tensor | None  # [L, B, 3, h, w]
-    image_indices: Tensor  # [B] int64 on the CPU: keys of per-image randomness (drop path)
+    image_indices: Tensor  # [B] int64 on the CPU: keys of per-image randomness (drop path, masks)
+    labels: Tensor | None = None  # [B] int64, -1 where unlabelled; for supervised training
 
     @property
     def num_views(self) -> int:

@@ -1,38 +1,79 @@
 """What a pre-training method is to the trainer: a loss, a change of state after each step, and a backbone to evaluate."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from massl import keyed_random
 from massl.config import Settings
-from massl.data.views import ViewBatch
+from massl.data.views import ViewBatch, ViewSettings
 from massl.nn.backbone import Backbone
 
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
-class TeacherSettings(Settings):
+
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """A value that changes from `start` to `end`: linearly over the first `epochs`, or along a cosine over the whole run (None)."""
+
+    start: float
+    end: float
+    epochs: float | None = None
+
+
+class EMASettings(Settings):
     momentum: float = Field(default=0.992, ge=0.0, le=1.0, description="EMA momentum at the first step; rises to 1 along a cosine")
+
+    def ramps(self) -> dict[str, Ramp]:
+        return {"momentum": Ramp(start=self.momentum, end=1.0)}
+
+
+class TeacherSettings(EMASettings):
     temperature_start: float = Field(default=0.04, gt=0.0, description="teacher temperature at the first step")
     temperature: float = Field(default=0.07, gt=0.0, description="teacher temperature after its warm-up")
     temperature_warmup_epochs: float = Field(default=30.0, ge=0.0, description="epochs over which it rises linearly, per step")
+
+    def ramps(self) -> dict[str, Ramp]:
+        warm_up = Ramp(start=self.temperature_start, end=self.temperature, epochs=self.temperature_warmup_epochs)
+        return super().ramps() | {"teacher_temperature": warm_up}
+
+
+class MethodSettings(Settings):
+    """Base of every method's settings; `name` is a Literal in each, by which a recipe chooses."""
+
+    name: str
+
+    def ramps(self) -> dict[str, Ramp]:
+        """The method's own values that change over training, by the names under which StepHyper gives them back."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepHyper:
     """Everything that changes from step to step by schedule.
 
-    Numbers, or scalar tensors on the device: a step that is recorded as a CUDA graph reads them anew each time it is replayed.
+    Numbers, or scalar tensors on the device: a step that is recorded as a CUDA graph reads them anew each time it is replayed. `epoch` is
+    always a number, so `forward` and `after_step` must not depend on it; `Method.frozen` may.
     """
 
     step: int | Tensor
     epoch: int
     learning_rate: float | Tensor
     weight_decay: float | Tensor
-    momentum: float | Tensor
-    teacher_temperature: float | Tensor
+    own: Mapping[str, float | Tensor]  # what the method's settings name in `ramps`
+
+    @property
+    def momentum(self) -> float | Tensor:
+        return self.own["momentum"]
+
+    @property
+    def teacher_temperature(self) -> float | Tensor:
+        return self.own["teacher_temperature"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +95,15 @@ def combine(outputs: Sequence[StepOutput]) -> StepOutput:
 
 
 class Method(nn.Module, ABC):
-    """One self-supervised method. `forward` changes nothing; `after_step` is the only place where teacher and memory change."""
+    """One self-supervised method. `forward` changes nothing; `after_step` is the only place where teacher and memory change.
+
+    It is built from its settings, those of the backbone and a seed: `METHODS[name](settings, backbone_settings, seed=seed)`.
+    """
+
+    min_global_views: ClassVar[int] = 2
+
+    seed: int
+    has_drop_path: bool
 
     @abstractmethod
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput: ...
@@ -64,6 +113,10 @@ class Method(nn.Module, ABC):
 
     @abstractmethod
     def backbone_to_evaluate(self) -> Backbone: ...
+
+    def frozen(self, epoch: int) -> Sequence[nn.Parameter]:
+        """Parameters that stand still in this epoch although they are trained later, or were before."""
+        return []
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Trade time for memory in every backbone that is trained."""
@@ -75,6 +128,14 @@ class Method(nn.Module, ABC):
         """Every backbone, trained or not."""
         return [module for module in self.modules() if isinstance(module, Backbone)]
 
+    def drop_path_keys(self, views: ViewBatch, hyper: StepHyper, *, num_views: int) -> Tensor | None:  # -> [num_views, B]
+        """Keys of stochastic depth for the first views of every image; None where the method has none."""
+        if not (self.has_drop_path and self.training):
+            return None
+        view_numbers = torch.arange(num_views, device=views.image_indices.device)[:, None]
+        keys = keyed_random.bits(self.seed, "drop path", hyper.step, views.image_indices[None, :], view_numbers)
+        return keys.to(views.global_views.device, non_blocking=True)
+
     def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:  # [N, D] features of `backbone_to_evaluate`
         """Method-specific numbers that show whether training is alive."""
         return {}
@@ -83,6 +144,46 @@ class Method(nn.Module, ABC):
         """In plain words, what in a probe's metrics says that training has collapsed; empty when it looks healthy."""
         return []
 
-    def cautions(self, num_images: int, batch_size: int) -> list[str]:
+    def cautions(self, plan: "TrainingPlan") -> list[str]:
         """In plain words, what does not fit together in this recipe and this data set; said once, before training."""
         return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingPlan:
+    """What a method may want to know of the run it is used in, for its cautions."""
+
+    num_images: int
+    batch_size: int  # over all processes
+    num_parts: int  # each batch is cut into so many, one after the other
+    views: ViewSettings
+
+
+def caution_on_unused_views(plan: TrainingPlan, name: str, *, num_global: int | None = None) -> list[str]:
+    """For methods that look at global views alone, or at some of them."""
+    found = []
+    if plan.views.num_local:
+        found.append(f"{name} looks at global views only: set views.num_local to 0, and the {plan.views.num_local} local ones cost nothing")
+    if num_global is not None and plan.views.num_global > num_global:
+        found.append(f"{name} looks at {num_global} global views only, not {plan.views.num_global}: lower views.num_global")
+    return found
+
+
+def caution_on_parts(plan: TrainingPlan, name: str, what: str) -> list[str]:
+    """For methods in whose loss the images of a batch meet."""
+    if plan.num_parts == 1:
+        return []
+    parts = f"each of the {plan.num_parts} parts of a batch"
+    return [f"{name} takes {what} from {parts} on its own: with trainer.accumulation_steps 1 the result would be another"]
+
+
+def autocast_dtype(device_type: str, otherwise: torch.dtype = torch.float32) -> torch.dtype:
+    """That of matrix products: the one of autocast where it is on."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else otherwise
+
+
+def seeded(seed: int, purpose: str, build: Callable[[], ModuleType]) -> ModuleType:
+    """A module whose initial weights depend on seed and purpose alone, whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(keyed_random.seed_from(seed, purpose))
+        return build()

@@ -16,14 +16,24 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 
-from massl import distributed, keyed_random
-from massl.config import Settings
+from massl import distributed
 from massl.data.views import ViewBatch
-from massl.methods.base import Method, StepHyper, StepOutput, TeacherSettings
+from massl.methods.base import (
+    Method,
+    MethodSettings,
+    Ramp,
+    StepHyper,
+    StepOutput,
+    TeacherSettings,
+    TrainingPlan,
+    autocast_dtype,
+    seeded,
+)
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.ema import move_towards
+from massl.nn.encoder import Encoder
 from massl.nn.heads import HeadSettings, ProjectionHead
 from massl.nn.memory import MemoryBank, MemorySettings
 from massl.ops.memory_attention import block_entropy, memory_loss
@@ -34,32 +44,15 @@ from massl.ops.spectrum import embedding_spread
 _ENQUEUED_VIEW = 1
 
 
-class MaSSLSettings(Settings):
+class MaSSLSettings(MethodSettings):
     name: Literal["massl"] = "massl"
     student_temperature: float = Field(default=0.1, gt=0.0, description="temperature of the student's softmax over memory rows")
     teacher: TeacherSettings = TeacherSettings()
     head: HeadSettings = HeadSettings()
     memory: MemorySettings = MemorySettings()
 
-
-class Encoder(nn.Module):
-    """Backbone and projection head: views in, unit embeddings out."""
-
-    def __init__(self, backbone: Backbone, head: ProjectionHead) -> None:
-        super().__init__()
-        self.backbone = backbone
-        self.head = head
-
-    def forward(
-        self, view_groups: list[Tensor], sample_keys: Tensor | None = None
-    ) -> Tensor:  # groups of [V_i, B, 3, H_i, W_i], [sum V_i, B] -> [sum V_i, B, D]
-        """The backbone over views of all sizes, then the head once over all."""
-        num_views, num_images = sum(group.shape[0] for group in view_groups), view_groups[0].shape[1]
-        features = self.backbone.pooled(
-            [group.flatten(0, 1) for group in view_groups], None if sample_keys is None else sample_keys.flatten()
-        )
-        embeddings: Tensor = self.head(features)
-        return embeddings.reshape(num_views, num_images, -1)
+    def ramps(self) -> dict[str, Ramp]:
+        return self.teacher.ramps()
 
 
 class MaSSL(Method):
@@ -74,16 +67,13 @@ class MaSSL(Method):
 
     def _encoder(self, backbone_settings: BackboneSettings, *, drop_path_rate: float) -> Encoder:
         backbone = build_backbone(backbone_settings, seed=self.seed, drop_path_rate=drop_path_rate)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(keyed_random.seed_from(self.seed, "head"))
-            return Encoder(backbone, ProjectionHead(backbone.dim, self.settings.head))
+        return Encoder(backbone, seeded(self.seed, "head", lambda: ProjectionHead(backbone.dim, self.settings.head)))
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
-        student = self.student(views.groups(), self._drop_path_keys(views, hyper))
+        student = self.student(views.groups(), self.drop_path_keys(views, hyper, num_views=views.num_views))
         with torch.no_grad():
             teacher = self.teacher([views.global_views])
-        device_type = student.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else student.dtype
+        dtype = autocast_dtype(student.device.type, otherwise=student.dtype)
         loss = memory_loss(
             student,
             teacher,
@@ -107,13 +97,6 @@ class MaSSL(Method):
             return self.memory.storage_blocks(memory.block_size, dtype)
         return self.memory.random_blocks(memory.block_size, (self.seed, step), dtype)
 
-    def _drop_path_keys(self, views: ViewBatch, hyper: StepHyper) -> Tensor | None:  # -> [V, B]
-        if not (self.has_drop_path and self.training):
-            return None
-        view_numbers = torch.arange(views.num_views, device=views.image_indices.device)[:, None]
-        keys = keyed_random.bits(self.seed, "drop path", hyper.step, views.image_indices[None, :], view_numbers)
-        return keys.to(views.global_views.device, non_blocking=True)
-
     @torch.no_grad()
     def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:
         embeddings = self.teacher.head(features)
@@ -136,13 +119,13 @@ class MaSSL(Method):
             signs.append(f"all embeddings are nearly the same vector (spread {metrics['embedding_spread']:.4f} of 1)")
         return signs
 
-    def cautions(self, num_images: int, batch_size: int) -> list[str]:
+    def cautions(self, plan: TrainingPlan) -> list[str]:
         num_rows = self.settings.memory.num_rows
         found = []
-        if num_rows > num_images:
+        if num_rows > plan.num_images:
             found.append(
-                f"the memory (method.memory.num_rows = {num_rows:,}) is larger than the data set ({num_images:,} images): it holds several "
-                "embeddings of the same image, and a view is asked to match its own past. Lower it below the number of images."
+                f"the memory (method.memory.num_rows = {num_rows:,}) is larger than the data set ({plan.num_images:,} images): it holds "
+                "several embeddings of the same image, and a view is asked to match its own past. Lower it below the number of images."
             )
         if num_rows % self.settings.memory.block_size:
             left_out = num_rows % self.settings.memory.block_size

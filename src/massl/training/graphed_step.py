@@ -5,8 +5,8 @@ kernels on the same addresses; what changes from step to step (views, schedule v
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -25,14 +25,20 @@ class HyperOnDevice:
     """The schedule values of a step as scalar tensors at fixed addresses."""
 
     def __init__(self, device: torch.device) -> None:
-        names = [field.name for field in fields(StepHyper) if field.name != "epoch"]
-        self._tensors = {name: torch.zeros((), dtype=_DTYPES.get(name, torch.float64), device=device) for name in names}
-        self.hyper = StepHyper(epoch=0, **self._tensors)
+        self._device = device
+        self._tensors: dict[str, Tensor] = {}
+        self._own: dict[str, Tensor] = {}
 
     def set(self, hyper: StepHyper) -> StepHyper:
-        for name, tensor in self._tensors.items():
-            tensor.fill_(getattr(hyper, name))  # the value travels as an argument of the launch: nothing to copy, nothing to wait for
-        return replace(self.hyper, epoch=hyper.epoch)
+        values = {"step": hyper.step, "learning_rate": hyper.learning_rate, "weight_decay": hyper.weight_decay}
+        return StepHyper(epoch=hyper.epoch, **self._written(values, self._tensors), own=self._written(hyper.own, self._own))
+
+    def _written(self, values: Mapping[str, float | Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for name, value in values.items():
+            if name not in tensors:
+                tensors[name] = torch.zeros((), dtype=_DTYPES.get(name, torch.float64), device=self._device)
+            tensors[name].fill_(value)  # it travels as an argument of the launch: nothing to copy, nothing to wait for
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -59,8 +65,10 @@ class GraphedStep:
         self._parts: list[_Recording] = []  # of the first part of a batch, and of any further one, which adds to its gradients
         self._update: _Recording | None = None
         self._outputs: list[StepOutput] = []  # of each part, kept for the update when there are several
+        self._frozen: list[int] = []  # addresses of what stands still, in the steps done and in the recording
 
     def __call__(self, parts: Iterable[ViewBatch], hyper: StepHyper, *, num_parts: int) -> StepOutput:
+        self._start_anew_if_frozen_change(hyper.epoch)
         on_device = self._hyper.set(hyper)
         self._num_done += 1
         if self._num_done <= _NUM_ORDINARY_STEPS:
@@ -85,6 +93,13 @@ class GraphedStep:
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
         return self._step.forward(views, hyper)
+
+    def _start_anew_if_frozen_change(self, epoch: int) -> None:
+        """A recording updates what it did when it was made: where other parameters are to stand still, another one is needed."""
+        frozen = [id(parameter) for parameter in self._step.method.frozen(epoch)]
+        if frozen != self._frozen:
+            self._frozen, self._num_done = frozen, 0
+            self._parts, self._update, self._outputs = [], None, []
 
     def _staged(self, views: ViewBatch) -> ViewBatch:
         self._stage(views)

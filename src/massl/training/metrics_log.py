@@ -9,8 +9,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from massl.training.checkpoint import write_atomically
 
-# The only entry that depends on the machine's speed: two runs of one recipe agree in all others.
-TIMING_KEYS = frozenset({"images_per_second"})
+# The entries that depend on the machine: two runs of one recipe agree in all others.
+TIMING_KEYS = frozenset({"images_per_second", "peak_memory_gib"})
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

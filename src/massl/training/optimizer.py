@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from copy import deepcopy
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -13,6 +13,8 @@ from massl.config import Settings
 from massl.methods.base import StepHyper
 from massl.ops.tensor_lists import fit_update_kernels
 
+_TOKENS = ("cls_token", "pos_embed", "reg_token", "mask_token")
+
 
 class OptimizerSettings(Settings):
     learning_rate: float = Field(
@@ -22,6 +24,10 @@ class OptimizerSettings(Settings):
     warmup_epochs: float = Field(default=0.0, ge=0.0, description="epochs of linear warm-up from 0")
     weight_decay: float = Field(default=0.04, ge=0.0, description="at the first step; follows a cosine to weight_decay_end")
     weight_decay_end: float = Field(default=0.4, ge=0.0, description="weight decay at the last step")
+    decayed: Literal["matrices", "layers", "all"] = Field(
+        default="matrices",
+        description="what decays. matrices: all but biases and norms; layers: neither class token nor position embedding; all: everything",
+    )
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
         default=(0.9, 0.999), description="AdamW's running-average coefficients"
     )
@@ -109,15 +115,22 @@ class DecayedAdamW(AdamW):
 
 
 def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> DecayedAdamW:
-    """Weight decay on every tensor with two or more axes (cls_token and pos_embed too), none on biases and norms."""
+    """AdamW over what is trained, in two groups: with weight decay and without."""
     decayed: list[nn.Parameter] = []
     not_decayed: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            (not_decayed if parameter.dim() <= 1 or name.endswith(".bias") else decayed).append(parameter)
+            (decayed if _decays(name, parameter, settings.decayed) else not_decayed).append(parameter)
     groups = [{"params": decayed, "decays": True}, {"params": not_decayed, "decays": False}]
     on_gpu = any(parameter.is_cuda for parameter in decayed)
     return DecayedAdamW(groups, betas=settings.betas, clip_norm=settings.clip_norm, capturable=on_gpu)
+
+
+def _decays(name: str, parameter: nn.Parameter, decayed: str) -> bool:
+    if decayed == "all":
+        return True
+    is_matrix = parameter.dim() > 1 and not name.endswith(".bias")
+    return is_matrix and not (decayed == "layers" and name.rpartition(".")[2] in _TOKENS)
 
 
 @torch.no_grad()

@@ -1,12 +1,13 @@
-"""Learning rate, weight decay, momentum and temperature of every step, each a pure function of the step.
+"""Learning rate, weight decay and a method's own values at every step, each a pure function of the step.
 
 Cosines approach their end value and do not reach it; a linear warm-up includes both its ends (the authors' convention).
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from massl.methods.base import StepHyper, TeacherSettings
+from massl.methods.base import Ramp, StepHyper
 from massl.training.optimizer import OptimizerSettings
 
 
@@ -22,7 +23,7 @@ def warm_up(step: int, *, start: float, end: float, num_steps: int) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Schedules:
     optimizer: OptimizerSettings
-    teacher: TeacherSettings
+    ramps: Mapping[str, Ramp]  # the method's own values
     batch_size: int
     epochs: int
     steps_per_epoch: int
@@ -32,14 +33,13 @@ class Schedules:
         return self.epochs * self.steps_per_epoch
 
     def at(self, step: int) -> StepHyper:
-        optimizer, teacher = self.optimizer, self.teacher
+        optimizer = self.optimizer
         return StepHyper(
             step=step,
             epoch=step // self.steps_per_epoch,
             learning_rate=self._learning_rate(step),
             weight_decay=cosine(step, start=optimizer.weight_decay, end=optimizer.weight_decay_end, num_steps=self.num_steps),
-            momentum=cosine(step, start=teacher.momentum, end=1.0, num_steps=self.num_steps),
-            teacher_temperature=self._teacher_temperature(step),
+            own={name: self._on_ramp(ramp, step) for name, ramp in self.ramps.items()},
         )
 
     def _learning_rate(self, step: int) -> float:
@@ -49,9 +49,8 @@ class Schedules:
             return warm_up(step, start=0.0, end=peak, num_steps=num_warmup)
         return cosine(step - num_warmup, start=peak, end=self.optimizer.min_learning_rate, num_steps=self.num_steps - num_warmup)
 
-    def _teacher_temperature(self, step: int) -> float:
-        teacher = self.teacher
-        num_warmup = round(teacher.temperature_warmup_epochs * self.steps_per_epoch)
-        if step < num_warmup:
-            return warm_up(step, start=teacher.temperature_start, end=teacher.temperature, num_steps=num_warmup)
-        return teacher.temperature
+    def _on_ramp(self, ramp: Ramp, step: int) -> float:
+        if ramp.epochs is None:
+            return cosine(step, start=ramp.start, end=ramp.end, num_steps=self.num_steps)
+        num_warmup = round(ramp.epochs * self.steps_per_epoch)
+        return warm_up(step, start=ramp.start, end=ramp.end, num_steps=num_warmup) if step < num_warmup else ramp.end

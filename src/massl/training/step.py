@@ -37,6 +37,8 @@ class TrainingStep:
 
     def update(self, outputs: Sequence[StepOutput], hyper: StepHyper) -> StepOutput:
         """New weights from the gradients, which are used up; then teacher and memory."""
+        for parameter in self.method.frozen(hyper.epoch):
+            parameter.grad = None  # not zero: AdamW leaves out what has no gradient, decay and running averages too
         self.optimizer.set_hyper(hyper)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
 """The training loop: one straight line per step, the same in one process and in many, resumable at any step."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -195,7 +195,8 @@ class Trainer:
 
     def _make_views(self, images: ImageBatch, hyper: StepHyper, dtype: torch.dtype) -> ViewBatch:
         on_device = images.to(self.device)
-        return make_views(on_device.images, images.indices, self.views, seed=self.settings.seed, epoch=hyper.epoch, dtype=dtype)
+        views = make_views(on_device.images, images.indices, self.views, seed=self.settings.seed, epoch=hyper.epoch, dtype=dtype)
+        return replace(views, labels=images.labels)
 
     def _is_probe_step(self, done: int) -> bool:
         if self.probe is None:
@@ -237,9 +238,9 @@ class Trainer:
             "loss": float(distributed.mean_over_ranks(output.loss.detach())),
             "lr": float(hyper.learning_rate),
             "weight_decay": float(hyper.weight_decay),
-            "momentum": float(hyper.momentum),
-            "teacher_temperature": float(hyper.teacher_temperature),
+            **{name: float(value) for name, value in hyper.own.items()},
             "images_per_second": round(images_per_second, 1),
+            **self._peak_memory(),
             **{name: float(distributed.mean_over_ranks(value)) for name, value in output.metrics.items()},
         }
         if probe and self.probe is not None:
@@ -256,6 +257,12 @@ class Trainer:
         if log is not None:
             log.write(row)
         display.advance(row)
+
+    def _peak_memory(self) -> dict[str, float]:
+        """The most that was allocated on the GPU so far."""
+        if self.device.type != "cuda":
+            return {}
+        return {"peak_memory_gib": round(torch.cuda.max_memory_allocated(self.device) / 2**30, 3)}
 
     @property
     def _settling_steps(self) -> int:

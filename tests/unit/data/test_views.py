@@ -230,7 +230,7 @@ def test_default_views_have_the_papers_shapes() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_global": 1}, "num_global: Input should be greater than or equal to 2"),
+        ({"num_global": 0}, "num_global: Input should be greater than or equal to 1"),
         ({"num_local": -1}, "num_local: Input should be greater than or equal to 0"),
         ({"grey_probability": 1.1}, "grey_probability: Input should be less than or equal to 1"),
         ({"global_scale": (0.5, 0.3)}, r"global_scale is \[0\.5, 0\.3\]; it needs 0 < smallest <= largest <= 1"),

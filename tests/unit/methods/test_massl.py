@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from massl.data.views import ViewBatch
-from massl.methods.base import StepHyper, StepOutput, combine
+from massl.data.views import ViewBatch, ViewSettings
+from massl.methods.base import StepHyper, StepOutput, TrainingPlan, combine
 from massl.methods.massl import MaSSL, MaSSLSettings, winner_share
 from massl.nn.backbone import BackboneSettings
 from massl.nn.heads import HeadSettings
 from massl.nn.memory import MemorySettings
 from massl.ops.memory_attention import memory_loss_reference
 
-HYPER = StepHyper(step=3, epoch=0, learning_rate=0.1, weight_decay=0.0, momentum=0.75, teacher_temperature=0.05)
+HYPER = StepHyper(step=3, epoch=0, learning_rate=0.1, weight_decay=0.0, own={"momentum": 0.75, "teacher_temperature": 0.05})
+
+
+def plan(*, num_images: int) -> TrainingPlan:
+    return TrainingPlan(num_images=num_images, batch_size=4, num_parts=1, views=ViewSettings())
 
 
 def tiny_method(*, seed: int = 0, drop_path_rate: float = 0.0, **memory: Any) -> MaSSL:
@@ -49,7 +53,7 @@ def part(batch: ViewBatch, images: slice) -> ViewBatch:
 
 
 def student_embeddings(method: MaSSL, batch: ViewBatch) -> Tensor:
-    return method.student(batch.groups(), method._drop_path_keys(batch, HYPER))  # type: ignore[no-any-return]
+    return method.student(batch.groups(), method.drop_path_keys(batch, HYPER, num_views=batch.num_views))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("with_local", [True, False])
@@ -133,7 +137,7 @@ def test_drop_path_is_keyed_by_image_so_that_splitting_a_batch_changes_no_embedd
     whole = student_embeddings(method, batch)
     halves = torch.cat([student_embeddings(method, part(batch, images)) for images in (slice(0, 4), slice(4, 8))], dim=1)
     torch.testing.assert_close(halves, whole)
-    keys = method._drop_path_keys(batch, HYPER)
+    keys = method.drop_path_keys(batch, HYPER, num_views=batch.num_views)
     assert keys is not None
     assert len(keys.unique()) == 5 * 8  # each view of each image has its own
 
@@ -143,10 +147,10 @@ def test_drop_path_drops_and_only_in_the_student_and_only_in_training() -> None:
     with torch.no_grad():
         dropped, teacher = student_embeddings(method, batch), method.teacher([batch.global_views])
         method.eval()
-        assert method._drop_path_keys(batch, HYPER) is None
+        assert method.drop_path_keys(batch, HYPER, num_views=batch.num_views) is None
         assert not torch.allclose(student_embeddings(method, batch), dropped, atol=1e-2)
         torch.testing.assert_close(method.teacher([batch.global_views]), teacher)
-    assert tiny_method(drop_path_rate=0.0)._drop_path_keys(batch, HYPER) is None
+    assert tiny_method(drop_path_rate=0.0).drop_path_keys(batch, HYPER, num_views=batch.num_views) is None
 
 
 def test_two_parts_of_a_batch_combine_to_the_output_of_the_whole() -> None:
@@ -221,10 +225,10 @@ def test_a_healthy_run_shows_no_sign_of_collapse_and_each_kind_of_collapse_is_na
 
 
 def test_a_memory_larger_than_the_data_set_or_with_a_remainder_is_cautioned_against() -> None:
-    assert tiny_method().cautions(num_images=24, batch_size=4) == []
-    (caution,) = tiny_method().cautions(num_images=23, batch_size=4)
+    assert tiny_method().cautions(plan(num_images=24)) == []
+    (caution,) = tiny_method().cautions(plan(num_images=23))
     assert "the memory (method.memory.num_rows = 24) is larger than the data set (23 images)" in caution
-    (caution,) = tiny_method(block_size=7).cautions(num_images=100, batch_size=4)
+    (caution,) = tiny_method(block_size=7).cautions(plan(num_images=100))
     assert "3 random rows stay unused each step" in caution
 
 

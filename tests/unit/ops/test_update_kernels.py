@@ -168,7 +168,7 @@ def steps_by_torch_and_by_device(layout: torch.memory_format, monkeypatch: pytes
             optimizers[0].load_portable_state(stored[1])
             optimizers[1].load_portable_state(stored[0])
         gradients = [torch.randn(parameter.shape) * 0.5 for parameter in on_cpu.parameters()]
-        hyper = StepHyper(step=step, epoch=0, learning_rate=0.01, weight_decay=0.1, momentum=0.9, teacher_temperature=0.07)
+        hyper = StepHyper(step=step, epoch=0, learning_rate=0.01, weight_decay=0.1, own={"momentum": 0.9, "teacher_temperature": 0.07})
         for module, optimizer in zip(modules, optimizers, strict=True):
             for parameter, gradient in zip(module.parameters(), gradients, strict=True):
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)  # laid out as the parameter is

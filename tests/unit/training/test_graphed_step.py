@@ -63,8 +63,7 @@ def hyper_at(step: int) -> StepHyper:
         epoch=step // 4,
         learning_rate=1e-3 * (1 + step),
         weight_decay=0.04 + 0.05 * step,
-        momentum=0.99 + 0.001 * step,
-        teacher_temperature=0.04 + 0.003 * step,
+        own={"momentum": 0.99 + 0.001 * step, "teacher_temperature": 0.04 + 0.003 * step},
     )
 
 
@@ -127,7 +126,8 @@ def test_what_changes_from_step_to_step_is_read_anew_by_each_replay() -> None:
         for number in range(5):
             views, hyper = views_of(number, indices_on=cpu), hyper_at(number)
             if number == 4:
-                hyper = dataclasses.replace(hyper, **changes)
+                own = {name: changes.pop(name) for name in hyper.own if name in changes}
+                hyper = dataclasses.replace(hyper, **changes, own={**hyper.own, **own})
                 views = views if images is None else dataclasses.replace(views, image_indices=images)
             loss = graphed([views], hyper, num_parts=1).loss.item()
         weight = step.method.student.backbone.model.blocks[1].attn.qkv.weight.detach()
@@ -179,3 +179,24 @@ def test_gradients_of_the_fused_step_in_bfloat16_are_near_those_in_float32(memor
     )
     assert len(gradients) == len(truth) == sum(parameter.numel() for parameter in exact.method.student.parameters())
     assert (gradients - truth).norm() < 0.03 * truth.norm()
+
+
+class FrozenAtFirst(MaSSL):
+    def frozen(self, epoch: int) -> list[torch.nn.Parameter]:
+        return [self.student.head.mlp[-1].weight] if epoch < 1 else []
+
+
+def test_a_recording_ends_where_other_parameters_are_frozen() -> None:
+    """The graph of the first epoch leaves a layer out; the second epoch's must not, and its AdamW starts afresh."""
+    ours, truth = training_step(), training_step()
+    for step in (ours, truth):
+        step.method.__class__ = FrozenAtFirst
+    start = ours.method.student.head.mlp[-1].weight.detach().clone()
+    graphed, plain, cpu = GraphedStep(ours), HyperOnDevice(DEVICE), torch.device("cpu")
+    for number in range(12):
+        hyper = dataclasses.replace(hyper_at(number), epoch=number // 5)
+        graphed([views_of(number, indices_on=cpu)], hyper, num_parts=1)
+        truth([views_of(number, indices_on=DEVICE)], plain.set(hyper), num_parts=1)
+        assert torch.equal(ours.method.student.head.mlp[-1].weight, start) == (number < 5)
+    assert_same_state(ours, truth)
+    assert int(ours.optimizer.state[ours.method.student.head.mlp[-1].weight]["step"]) == 7

@@ -1,3 +1,5 @@
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
@@ -6,7 +8,7 @@ from massl.methods.base import StepHyper
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.training.optimizer import OptimizerSettings, build_optimizer, clip_each_gradient
 
-HYPER = StepHyper(step=0, epoch=0, learning_rate=0.5, weight_decay=0.1, momentum=0.9, teacher_temperature=0.07)
+HYPER = StepHyper(step=0, epoch=0, learning_rate=0.5, weight_decay=0.1, own={"momentum": 0.9, "teacher_temperature": 0.07})
 
 
 def parameter_with_gradient(*gradient: float) -> nn.Parameter:
@@ -151,3 +153,21 @@ def test_the_peak_learning_rate_is_linear_in_the_batch() -> None:
     settings = OptimizerSettings(learning_rate=5e-4)
     assert settings.peak_learning_rate(256) == pytest.approx(5e-4)
     assert settings.peak_learning_rate(1024) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(
+    ("decayed", "names"),
+    [
+        ("matrices", {"cls_token", "pos_embed", "layer.weight"}),
+        ("layers", {"layer.weight"}),
+        ("all", {"cls_token", "pos_embed", "layer.weight", "layer.bias"}),
+    ],
+)
+def test_what_decays_is_the_recipes_choice(decayed: Literal["matrices", "layers", "all"], names: set[str]) -> None:
+    module = nn.Module()
+    module.layer = nn.Linear(2, 2)
+    module.cls_token, module.pos_embed = nn.Parameter(torch.zeros(1, 1, 2)), nn.Parameter(torch.zeros(1, 3, 2))
+    optimizer = build_optimizer(module, OptimizerSettings(decayed=decayed))
+    shrinking = {id(parameter) for group in optimizer.param_groups if group["decays"] for parameter in group["params"]}
+    assert {name for name, parameter in module.named_parameters() if id(parameter) in shrinking} == names
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == 4

@@ -13,7 +13,7 @@ from massl.methods.base import Method, StepHyper, StepOutput
 from massl.nn.backbone import Backbone
 from massl.training.probes import Probe, ProbeSettings, general_collapse_signs
 
-HYPER = StepHyper(step=0, epoch=0, learning_rate=0.1, weight_decay=0.0, momentum=0.9, teacher_temperature=0.05)
+HYPER = StepHyper(step=0, epoch=0, learning_rate=0.1, weight_decay=0.0, own={"momentum": 0.9, "teacher_temperature": 0.05})
 VIEWS = ViewSettings(global_size=4, local_size=4, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 

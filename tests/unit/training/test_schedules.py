@@ -8,7 +8,7 @@ from massl.training.schedules import Schedules, cosine, warm_up
 def schedules(*, epochs: int = 10, warmup_epochs: float = 0.0, temperature_warmup_epochs: float = 2.0, batch_size: int = 512) -> Schedules:
     return Schedules(
         optimizer=OptimizerSettings(learning_rate=5e-4, min_learning_rate=1e-6, warmup_epochs=warmup_epochs),
-        teacher=TeacherSettings(momentum=0.9, temperature_warmup_epochs=temperature_warmup_epochs),
+        ramps=TeacherSettings(momentum=0.9, temperature_warmup_epochs=temperature_warmup_epochs).ramps(),
         batch_size=batch_size,
         epochs=epochs,
         steps_per_epoch=100,
@@ -21,8 +21,7 @@ def test_every_value_starts_where_the_settings_say() -> None:
         epoch=0,
         learning_rate=pytest.approx(1e-3),
         weight_decay=pytest.approx(0.04),
-        momentum=pytest.approx(0.9),
-        teacher_temperature=0.04,
+        own={"momentum": pytest.approx(0.9), "teacher_temperature": 0.04},
     )
 
 

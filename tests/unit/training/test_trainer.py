@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from massl.commands.recipe import PretrainRecipe
 from massl.config import RecipeError, merge, validate
@@ -82,7 +83,7 @@ def trainer(output: Path, *, method_type: type[MaSSL] = MaSSL, **changes: Any) -
         views=recipe.views,
         schedules=Schedules(
             optimizer=recipe.optimizer,
-            teacher=recipe.method.teacher,
+            ramps=recipe.method.ramps(),
             batch_size=settings.batch_size,
             epochs=settings.epochs,
             steps_per_epoch=order.steps_per_epoch,
@@ -230,3 +231,29 @@ def test_a_gradient_that_is_no_number_stops_the_run_before_broken_weights_are_sa
 def test_a_run_has_at_least_one_step() -> None:
     with pytest.raises(ValueError, match="max_steps"):
         TrainerSettings(max_steps=0)
+
+
+class FrozenAtFirst(MaSSL):
+    """The head's last layer stands still in the first epoch."""
+
+    def frozen(self, epoch: int) -> list[nn.Parameter]:
+        return [self.student.head.mlp[-1].weight] if epoch < 1 else []
+
+
+def test_what_a_method_freezes_stands_still_for_its_epochs_and_is_then_trained_from_a_fresh_start(tmp_path: Path) -> None:
+    run = trainer(tmp_path, method_type=FrozenAtFirst, trainer__checkpoint_every_steps=1)
+    frozen = run.method.student.head.mlp[-1].weight  # type: ignore[union-attr,index]
+    start, steps_per_epoch = frozen.detach().clone(), run.schedules.steps_per_epoch
+    seen = []
+    run.method.register_forward_pre_hook(lambda *_: seen.append(torch.equal(frozen, start)))
+    run.fit()
+    assert len(seen) == 1 + run.end_step == 7  # the first forward is that of the row of step 0
+    assert seen == [True] * (2 + steps_per_epoch) + [False] * (run.end_step - steps_per_epoch - 1)
+    assert int(run.optimizer.state[frozen]["step"]) == run.end_step - steps_per_epoch  # AdamW's bias correction starts with it
+
+
+def test_views_carry_the_labels_of_their_images(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    images = run.loader.at(0)
+    assert torch.equal(run._views(images, run.schedules.at(0)).labels, images.labels)
+    run.loader.close()

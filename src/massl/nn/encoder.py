@@ -1,0 +1,25 @@
+"""Backbone and head together: views in, embeddings out."""
+
+from torch import Tensor, nn
+
+from massl.nn.backbone import Backbone
+
+
+class Encoder(nn.Module):
+    """A backbone and the head that follows its class token."""
+
+    def __init__(self, backbone: Backbone, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(
+        self, view_groups: list[Tensor], sample_keys: Tensor | None = None
+    ) -> Tensor:  # groups of [V_i, B, 3, H_i, W_i], [sum V_i, B] -> [sum V_i, B, D]
+        """The backbone over views of all sizes, then the head once over all."""
+        num_views, num_images = sum(group.shape[0] for group in view_groups), view_groups[0].shape[1]
+        features = self.backbone.pooled(
+            [group.flatten(0, 1) for group in view_groups], None if sample_keys is None else sample_keys.flatten()
+        )
+        embeddings: Tensor = self.head(features)
+        return embeddings.reshape(num_views, num_images, -1)

@@ -1,0 +1,117 @@
+"""One word changes the method: what a recipe file says for each."""
+
+from pathlib import Path
+
+import pytest
+
+from massl import pretrain
+from massl.cli import parse_pretrain
+from massl.commands.methods import METHODS, SETTINGS
+from massl.commands.recipe import load_recipe, shipped_recipes
+from massl.config import RecipeError, overlay
+
+FILE = """
+method: {name: massl, student_temperature: 0.2}
+optimizer: {warmup_epochs: 3, learning_rate: 0.001}
+with_method:
+  dino: {method: {student_temperature: 0.3}, optimizer: {learning_rate: 0.002}}
+"""
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> str:
+    (tmp_path / "own.yaml").write_text(FILE)
+    return str(tmp_path / "own.yaml")
+
+
+def test_overlay_merges_section_by_section_and_leaves_its_arguments_alone() -> None:
+    values = {"a": {"x": 1, "y": 2}, "b": 3}
+    assert overlay(values, {"a": {"x": 4}, "c": 5}) == {"a": {"x": 4, "y": 2}, "b": 3, "c": 5}
+    assert overlay(values, {"a": 7, "b": {"z": 1}}) == {"a": 7, "b": {"z": 1}}
+    assert values == {"a": {"x": 1, "y": 2}, "b": 3}
+
+
+def test_a_recipes_own_method_is_untouched_by_what_it_says_for_others(recipe_file: str) -> None:
+    recipe = load_recipe(recipe_file)
+    assert (recipe.method.name, recipe.method.student_temperature, recipe.optimizer.learning_rate) == ("massl", 0.2, 0.001)
+    assert load_recipe(recipe_file, {"method.name": "massl"}) == recipe
+
+
+def test_another_method_brings_its_own_section_and_keeps_the_rest(recipe_file: str) -> None:
+    recipe = load_recipe(recipe_file, {"method.name": "dino"})
+    assert isinstance(recipe.method, SETTINGS["dino"])
+    assert recipe.method.student_temperature == 0.3
+    assert (recipe.optimizer.learning_rate, recipe.optimizer.warmup_epochs) == (0.002, 3)
+
+
+def test_a_method_that_the_recipe_does_not_mention_has_its_defaults(recipe_file: str) -> None:
+    recipe = load_recipe(recipe_file, {"method.name": "mae"})
+    assert recipe.method == SETTINGS["mae"]()
+    assert recipe.optimizer.learning_rate == 0.001
+
+
+def test_overrides_win_over_what_the_recipe_says_for_the_method(recipe_file: str) -> None:
+    changes = {"method.name": "dino", "method.student_temperature": 0.4, "optimizer.learning_rate": 0.5}
+    recipe = load_recipe(recipe_file, changes)
+    assert (recipe.method.student_temperature, recipe.optimizer.learning_rate) == (0.4, 0.5)
+
+
+def test_the_command_line_changes_the_method_by_one_word(recipe_file: str) -> None:
+    arguments = ["--recipe", recipe_file, "--output", "x", "--method.name", "dino", "--optimizer.learning_rate", "0.25"]
+    recipe, _ = parse_pretrain(arguments)
+    assert recipe == load_recipe(recipe_file, {"method.name": "dino", "optimizer.learning_rate": 0.25})
+    assert parse_pretrain([*arguments[:4], "--method.name=dino"])[0] == load_recipe(recipe_file, {"method.name": "dino"})
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "message"),
+    [
+        (FILE, {"method.name": "dinno"}, "no method 'dinno'.*Did you mean 'dino'"),
+        (FILE, {"method.name": "dino", "method.memory.num_rows": 8}, "unknown key method.memory"),
+        (FILE.replace("dino:", "dyno:"), {}, "with_method names 'dyno'.*Did you mean 'dino'"),
+        ("with_method: 3", {}, "with_method holds one section for each method"),
+        ("method: {name: dino, memory: {}}", {}, "unknown key method.memory"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, text: str, changes: dict[str, object], message: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=message):
+        load_recipe(tmp_path / "bad.yaml", changes)
+
+
+def test_a_resolved_recipe_keeps_its_method(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="keeps its method"):
+        pretrain(recipe=load_recipe("demo"), output=tmp_path / "run", overrides={"method.name": "dino"})
+
+
+def test_a_method_that_compares_views_needs_two(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"massl compares views.*num_global to 2"):
+        pretrain(recipe="demo", output=tmp_path / "run", overrides={"views.num_global": 1})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_has_recipes_of_each_size_and_a_place_in_the_demo(name: str) -> None:
+    for size in ("vits16", "vitb16", "cifar", "tiny"):
+        assert load_recipe(f"{name}-{size}").method.name == name
+    assert load_recipe("demo", {"method.name": name}).method.name == name
+    assert METHODS.keys() == SETTINGS.keys()
+
+
+@pytest.mark.parametrize("size", ["cifar", "tiny"])
+@pytest.mark.parametrize("name", METHODS)
+def test_small_recipes_of_all_methods_differ_in_nothing_that_costs(name: str, size: str) -> None:
+    """So that a comparison is one of methods: same network, images, epochs and batch."""
+    ours, other = load_recipe(f"massl-{size}"), load_recipe(f"{name}-{size}")
+    assert other.trainer == ours.trainer
+    assert other.probes == ours.probes
+    assert (other.backbone.name, other.backbone.image_size, other.backbone.patch_size) == (
+        ours.backbone.name,
+        ours.backbone.image_size,
+        ours.backbone.patch_size,
+    )
+    assert (other.views.global_size, other.views.local_size) == (ours.views.global_size, ours.views.local_size)
+
+
+def test_every_recipe_file_names_its_method() -> None:
+    for name, path in shipped_recipes().items():
+        assert name == "demo" or "name: " + name.partition("-")[0] in path.read_text()
