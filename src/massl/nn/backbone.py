@@ -1,7 +1,7 @@
 """Any timm model as a backbone: images in, one feature vector per image (and patch tokens, for transformers) out."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from massl import keyed_random
 from massl.config import RecipeError, Settings, closest
 from massl.nn.drop_path import KeyedDropPath, draw_scales, keep_probabilities, replace_drop_paths
 from massl.nn.plain_transformer import class_token_of_last_block, embed_patches, has_plain_attention, why_not_fused
-from massl.nn.positions import model_positions
+from massl.nn.positions import FirstAxis, fix_positions, model_positions
 
 
 class BackboneSettings(Settings):
@@ -70,33 +70,123 @@ class Backbone(nn.Module):
         if not isinstance(self.model, VisionTransformer):
             self._set_scales(self.model, scales)
             return Tokens(pooled=self.model(images), patches=None)
-        model = self.model
-        tokens = model.norm(self._through_blocks(embed_images(model, images), model.blocks, scales))
-        num_prefix = model.num_prefix_tokens
-        pooled = tokens[:, 0] if model.cls_token is not None else tokens[:, num_prefix:].mean(dim=1)
-        return Tokens(pooled=model.fc_norm(pooled), patches=tokens[:, num_prefix:])
+        return self._tokens(embed_images(self.model, images), scales)
 
     def pooled(
         self, view_groups: list[Tensor], sample_keys: Tensor | None = None
     ) -> Tensor:  # groups of [R_i, 3, H_i, W_i] -> [sum R_i, D]
         """`forward(...).pooled` of views of several sizes, without the work that only the patch tokens of the last block would need."""
         scales = self._scales(sample_keys)
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
-        if self.fused_kernels and view_groups[0].is_cuda and dtype != torch.float32:
+        dtype = self._dtype_of_kernels(view_groups[0])
+        if dtype is not None:
             from massl.nn.fused_transformer import class_features  # needs Triton, which only platforms with CUDA have
 
-            assert isinstance(self.model, VisionTransformer)
             return class_features(
-                self.model,
+                self._transformer(),
                 view_groups,
                 scales,
                 dtype=dtype,
-                stream_dtype=torch.float32 if self.float32_stream else dtype,
+                stream_dtype=self._stream_dtype(dtype),
                 memory_lean=self.activation_checkpointing,
             )
-        num_rows = [len(group) for group in view_groups]
-        scale_groups = [None] * len(num_rows) if scales is None else torch.split(scales, num_rows, dim=1)
-        return torch.cat([self._pooled(group, part) for group, part in zip(view_groups, scale_groups, strict=True)])
+        parts = _split_scales(scales, view_groups)
+        return torch.cat([self._pooled(group, part) for group, part in zip(view_groups, parts, strict=True)])
+
+    def class_and_patches(
+        self,
+        view_groups: list[Tensor],
+        sample_keys: Tensor | None = None,
+        *,
+        masks: Tensor | None = None,
+        mask_token: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # groups of [R_i, 3, H_i, W_i], [sum R_i], [R_0, N] bool, [D] -> [sum R_i, D], [R_0, N, D]
+        """`pooled` of all views, and the patch tokens of the first group after the final norm.
+
+        Where `masks` is true, the embedded patch is replaced by `mask_token` before positions are added (BEiT, iBOT); only views of the
+        first group are masked.
+        """
+        assert (masks is None) == (mask_token is None)
+        model, scales = self._transformer(), self._scales(sample_keys)
+        dtype = self._dtype_of_kernels(view_groups[0])
+        if dtype is not None:
+            from massl.nn.fused_transformer import class_and_patch_features
+
+            return class_and_patch_features(
+                model,
+                view_groups,
+                scales,
+                masks=masks,
+                mask_token=mask_token,
+                dtype=dtype,
+                stream_dtype=self._stream_dtype(dtype),
+                memory_lean=self.activation_checkpointing,
+            )
+        parts = _split_scales(scales, view_groups)
+        first = self._tokens(embed_images(model, view_groups[0], masks, mask_token), parts[0])
+        further = [self._pooled(group, part) for group, part in zip(view_groups[1:], parts[1:], strict=True)]
+        assert first.patches is not None
+        return torch.cat([first.pooled, *further]), first.patches
+
+    def visible(
+        self, images: Tensor, kept: Tensor, sample_keys: Tensor | None = None
+    ) -> Tensor:  # [R, 3, H, W], [R, n] int64, [R] -> [R, prefix + n, D]
+        """MAE's encoder (He et al., 2022): tokens after the final norm, of the patches with the numbers in `kept` alone.
+
+        In front of them the class token and registers, where there are any; the patches come in the order of `kept`.
+        """
+        model, scales = self._transformer(), self._scales(sample_keys)
+        dtype = self._dtype_of_kernels(images)
+        if dtype is not None:
+            from massl.nn.fused_transformer import visible_features
+
+            return visible_features(
+                model,
+                images,
+                kept,
+                scales,
+                dtype=dtype,
+                stream_dtype=self._stream_dtype(dtype),
+                memory_lean=self.activation_checkpointing,
+            )
+        prefix, patches = torch.tensor_split(embed_images(model, images), [model.num_prefix_tokens], dim=1)
+        chosen = patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[2]))
+        return model.norm(self._through_blocks(torch.cat([prefix, chosen], dim=1), model.blocks, scales))  # type: ignore[no-any-return]
+
+    @property
+    def patch_size(self) -> int:
+        """Side of a patch in pixels."""
+        return int(self._transformer().patch_embed.patch_size[0])
+
+    def grid(self, image_size: int) -> tuple[int, int]:
+        """Patches per side, down and across, of square images of this size in pixels."""
+        return image_size // self.patch_size, image_size // self.patch_size
+
+    def fix_positions(self, *, first_axis: FirstAxis) -> None:
+        """Sines and cosines that are not trained in place of learned positions: "rows" first as in MoCo-v3, or "columns" as in MAE."""
+        fix_positions(self._transformer(), first_axis=first_axis)
+
+    def _transformer(self) -> VisionTransformer:
+        if not isinstance(self.model, VisionTransformer):
+            name = self.timm_arguments["model_name"]
+            raise RecipeError(f"this needs a vision transformer, and {name} is none; choose e.g. vit_small_patch16_224")
+        return self.model
+
+    def _dtype_of_kernels(self, images: Tensor) -> torch.dtype | None:
+        """The precision in which fused kernels compute this step; None where the plain path is taken."""
+        if not (self.fused_kernels and images.is_cuda and torch.is_autocast_enabled("cuda")):
+            return None
+        dtype = torch.get_autocast_dtype("cuda")
+        return None if dtype == torch.float32 else dtype
+
+    def _stream_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.float32_stream else dtype
+
+    def _tokens(self, embedded: Tensor, scales: Tensor | None) -> Tokens:  # [B, prefix + N, D]
+        model = self._transformer()
+        tokens = model.norm(self._through_blocks(embedded, model.blocks, scales))
+        num_prefix = model.num_prefix_tokens
+        pooled = tokens[:, 0] if model.cls_token is not None else tokens[:, num_prefix:].mean(dim=1)
+        return Tokens(pooled=model.fc_norm(pooled), patches=tokens[:, num_prefix:])
 
     def _pooled(self, images: Tensor, scales: Tensor | None) -> Tensor:  # [B, 3, H, W] -> [B, D]
         model = self.model
@@ -104,9 +194,7 @@ class Backbone(nn.Module):
             self._set_scales(model, scales)
             return model(images)  # type: ignore[no-any-return]
         if model.cls_token is None or not has_plain_attention(model.blocks[-1]):
-            tokens = model.norm(self._through_blocks(embed_images(model, images), model.blocks, scales))
-            pooled = tokens[:, 0] if model.cls_token is not None else tokens[:, model.num_prefix_tokens :].mean(dim=1)
-            return model.fc_norm(pooled)  # type: ignore[no-any-return]
+            return self._tokens(embed_images(model, images), scales).pooled
         tokens = self._through_blocks(embed_images(model, images), model.blocks[:-1], scales)
         self._set_scales(model.blocks[-1], scales)
         return model.fc_norm(model.norm(self._class_token_of_last_block(model.blocks[-1], tokens))[:, 0])  # type: ignore[no-any-return]
@@ -134,7 +222,7 @@ class Backbone(nn.Module):
                 module.scales = None if scales is None else scales[module.layer]
 
     def use_fused_kernels(self, *, float32_stream: bool = False) -> str | None:
-        """Compute `pooled` by fused kernels where it runs in 16 bits on a GPU; returns what prevents it, in words, or None.
+        """Compute what training reads by fused kernels where it runs in 16 bits on a GPU; returns what prevents it, in words, or None.
 
         `float32_stream` keeps the sums of the residual stream in float32, as autocast does.
         """
@@ -176,10 +264,22 @@ def _refuse_unknown_transformer(model: nn.Module) -> None:
         raise RecipeError("distilled transformers carry a second class token, which massl does not train; choose the plain model")
 
 
-def embed_images(model: VisionTransformer, images: Tensor) -> Tensor:  # [B, 3, H, W] -> [B, prefix + patches, D]
-    """What enters the first block; images may have any size, pixels beyond the last whole patch are left out."""
+def _split_scales(scales: Tensor | None, view_groups: list[Tensor]) -> Sequence[Tensor | None]:  # [num_drop_paths, sum R_i]
+    return [None] * len(view_groups) if scales is None else torch.split(scales, [len(group) for group in view_groups], dim=1)
+
+
+def embed_images(
+    model: VisionTransformer, images: Tensor, masks: Tensor | None = None, mask_token: Tensor | None = None
+) -> Tensor:  # [B, 3, H, W], [B, patches] bool, [D] -> [B, prefix + patches, D]
+    """What enters the first block; images may have any size, pixels beyond the last whole patch are left out.
+
+    Where `masks` is true, `mask_token` stands in for the embedded patch.
+    """
     grid = model.patch_embed.proj(images)
     patches = model.patch_embed.norm(grid.flatten(2).transpose(1, 2))
+    if masks is not None:
+        assert mask_token is not None
+        patches = torch.where(masks[..., None], mask_token.to(patches.dtype), patches)
     return model.norm_pre(embed_patches(model, patches, model_positions(model, *grid.shape[-2:])))  # type: ignore[no-any-return]
 
 

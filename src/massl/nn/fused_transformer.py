@@ -1,7 +1,7 @@
-"""A plain vision transformer computed by fused kernels: class-token features of views of several sizes, in one pass.
+"""A plain vision transformer computed by fused kernels: features of views of several sizes, in one pass.
 
 The model stays timm's own, its parameters are read where they are. Tokens of all views lie one below the other, so that each matrix
-product of a block runs once for all of them, and the last block is computed for the class tokens alone.
+product of a block runs once for all of them. Where only its class token is wanted of a view, the last block is computed for it alone.
 """
 
 import torch
@@ -31,11 +31,58 @@ def class_features(
     `dtype` is that of the products, `stream_dtype` that of the residual stream between blocks.
     """
     tokens, runs = packed_tokens(model, view_groups, dtype, stream_dtype)
-    token_scales = None if scales is None else _per_token(scales, runs)
     blocks: list[PlainBlock] = list(model.blocks)
-    operands = operands_of(blocks[:-1], dtype)
-    stream = Stream(tokens)
-    for block, block_operands in zip(blocks[:-1], operands, strict=True):
+    stream = _through_blocks(blocks[:-1], Stream(tokens), scales, runs, dtype, memory_lean)
+    return model.norm(class_token_after_last_block(blocks[-1], stream, scales, runs, dtype))  # type: ignore[no-any-return]
+
+
+def class_and_patch_features(
+    model: VisionTransformer,
+    view_groups: list[Tensor],
+    scales: Tensor | None,
+    *,
+    masks: Tensor | None,
+    mask_token: Tensor | None,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+    memory_lean: bool,
+) -> tuple[Tensor, Tensor]:  # as class_features, [R_0, N] bool, [D] -> [sum R_i, D] float32, [R_0, N, D] in `dtype`
+    """The class token of every view and the patch tokens of the first group, after the final norm; see Backbone.class_and_patches."""
+    tokens, runs = packed_tokens(model, view_groups, dtype, stream_dtype, masks=masks, mask_token=mask_token)
+    blocks: list[PlainBlock] = list(model.blocks)
+    stream = _through_blocks(blocks[:-1], Stream(tokens), scales, runs, dtype, memory_lean)
+    # The last block in full for the first group; of further ones, half the tokens with ten small views, the class token will do.
+    whole, *further = _split_stream(stream, [sum(run.num_sequences * run.length for run in part) for part in (runs[:1], runs[1:]) if part])
+    whole_scales, further_scales = (None, None) if scales is None else torch.tensor_split(scales, [runs[0].num_sequences], dim=1)
+    whole = _through_blocks(blocks[-1:], whole, whole_scales, runs[:1], dtype, memory_lean)
+    total, normed = _final_norm(model, whole, dtype)
+    first = _first_tokens(total, runs[:1]).float()  # few, so not rounded to 16 bits as the patch tokens are
+    others = [class_token_after_last_block(blocks[-1], part, further_scales, runs[1:], dtype) for part in further]
+    return model.norm(torch.cat([first, *others])), normed.view(*runs[0], -1)[:, model.num_prefix_tokens :]
+
+
+def visible_features(
+    model: VisionTransformer,
+    images: Tensor,
+    kept: Tensor,
+    scales: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+    memory_lean: bool,
+) -> Tensor:  # [R, 3, H, W], [R, n] int64, [num_drop_paths, R] -> [R, prefix + n, D] in `dtype`
+    """Tokens of the patches in `kept` and of what stands in front of them, after the final norm; see Backbone.visible."""
+    tokens = _visible_tokens(model, images, kept, dtype).to(stream_dtype)
+    runs = [Run(*tokens.shape[:2])]
+    stream = _through_blocks(list(model.blocks), Stream(tokens.flatten(0, 1)), scales, runs, dtype, memory_lean)
+    return _final_norm(model, stream, dtype)[1].view(*runs[0], -1)
+
+
+def _through_blocks(
+    blocks: list[PlainBlock], stream: Stream, scales: Tensor | None, runs: list[Run], dtype: torch.dtype, memory_lean: bool
+) -> Stream:
+    token_scales = None if scales is None else _per_token(scales, runs)
+    for block, block_operands in zip(blocks, operands_of(blocks, dtype), strict=True):
         stream = transformer_block(
             stream,
             weights_of(block),
@@ -47,12 +94,31 @@ def class_features(
             epsilons=(block.norm1.eps, block.norm2.eps),
             memory_lean=memory_lean,
         )
-    return model.norm(class_token_after_last_block(blocks[-1], stream, scales, runs, dtype))  # type: ignore[no-any-return]
+    return stream
+
+
+def _split_stream(stream: Stream, nums_tokens: list[int]) -> list[Stream]:
+    """Parts of so many tokens each; the bias belongs to all of them."""
+    assert stream.branch is not None
+    scales = [None] * len(nums_tokens) if stream.scale is None else torch.split(stream.scale, nums_tokens)
+    parts = zip(torch.split(stream.x, nums_tokens), torch.split(stream.branch, nums_tokens), scales, strict=True)
+    return [Stream(x, branch, stream.bias, scale) for x, branch, scale in parts]
+
+
+def _final_norm(model: VisionTransformer, stream: Stream, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # -> [T, D], [T, D] in `dtype`
+    norm: PlainBlock = model.norm
+    return settle(stream, norm.weight, norm.bias, epsilon=norm.eps, dtype=dtype)
 
 
 def packed_tokens(
-    model: VisionTransformer, view_groups: list[Tensor], dtype: torch.dtype, stream_dtype: torch.dtype
-) -> tuple[Tensor, list[Run]]:  # groups of [R_i, 3, H_i, W_i] -> [T, D]
+    model: VisionTransformer,
+    view_groups: list[Tensor],
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+    *,
+    masks: Tensor | None = None,
+    mask_token: Tensor | None = None,
+) -> tuple[Tensor, list[Run]]:  # groups of [R_i, 3, H_i, W_i], [R_0, N] bool, [D] -> [T, D]
     """Patch embedding as a matrix product: patches do not overlap, and a convolution of this shape is slow to differentiate."""
     projection = model.patch_embed.proj
     weight = projection.weight.flatten(1).to(dtype).t()
@@ -63,7 +129,24 @@ def packed_tokens(
         shared = projection.bias.expand(1, height * width, -1)
         tables.append(embed_patches(model, shared, model_positions(model, height, width))[0])
         runs.append(Run(len(views), len(tables[-1])))
-    return pack_tokens(patches, tables, model.num_prefix_tokens, stream_dtype), runs
+    # The table adds the bias of the patch embedding to every patch, and a masked one has none.
+    stand_in = None if mask_token is None else mask_token - projection.bias
+    return pack_tokens(patches, tables, model.num_prefix_tokens, stream_dtype, masks=masks, stand_in=stand_in), runs
+
+
+def _visible_tokens(model: VisionTransformer, images: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:  # -> [R, prefix + n, D] float32
+    """Only the patches in `kept` are multiplied: a quarter of them, as a rule."""
+    projection = model.patch_embed.proj
+    height, width = images.shape[2] // projection.kernel_size[0], images.shape[3] // projection.kernel_size[1]
+    pixels = cut_into_patches(images, projection.kernel_size, dtype).view(len(images), height * width, -1)
+    chosen = pixels.gather(1, kept[..., None].expand(-1, -1, pixels.shape[2]))
+    patches = linear(chosen, projection.weight.flatten(1).to(dtype), projection.bias.to(dtype)).float()
+    positions = model_positions(model, height, width)
+    no_patches, of_prefix = patches.new_empty(1, 0, patches.shape[2]), None
+    if positions is not None:
+        of_prefix, of_patches = torch.tensor_split(positions, [positions.shape[1] - height * width], dim=1)
+        patches = patches + of_patches[0][kept]  # by indexing: the backward pass of other gathers adds in any order
+    return torch.cat([embed_patches(model, no_patches, of_prefix).expand(len(images), -1, -1), patches], dim=1)
 
 
 def class_token_after_last_block(

@@ -1,11 +1,16 @@
-"""Position embeddings at sizes other than the one they were made for."""
+"""Position embeddings: at sizes other than the one they were made for, and the fixed ones of MoCo-v3 and MAE."""
 
 import functools
+from typing import Literal
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.nn.functional import interpolate
+
+from massl.config import RecipeError
+
+FirstAxis = Literal["rows", "columns"]
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,3 +53,36 @@ def model_positions(model: VisionTransformer, height: int, width: int) -> Tensor
     num_prefix = 0 if model.no_embed_class else model.num_prefix_tokens
     resampled = resample_positions(model.pos_embed[:, num_prefix:], height, width)
     return torch.cat([model.pos_embed[:, :num_prefix], resampled], dim=1)
+
+
+def sine_cosine_positions(
+    dim: int, grid: tuple[int, int], *, first_axis: FirstAxis, temperature: float = 10_000.0
+) -> Tensor:  # -> [1 + height * width, dim] float32
+    """Fixed position embeddings: a row of zeros for the class token, then sines and cosines of each patch's place.
+
+    One half of the dimensions speaks of the patch's row, the other of its column: sin(p f_k), then cos(p f_k), with frequencies f_k from 1
+    down to nearly 1 / temperature. MoCo-v3 (Chen et al., 2021) puts the half of the rows first, MAE (He et al., 2022) that of the columns.
+    """
+    if dim % 4:
+        raise ValueError(f"sines and cosines of two axes fill a multiple of 4 dimensions; got {dim}")
+    frequencies = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
+    height, width = grid
+    rows = torch.arange(height, dtype=torch.float64).repeat_interleave(width)
+    columns = torch.arange(width, dtype=torch.float64).repeat(height)
+    axes = (rows, columns) if first_axis == "rows" else (columns, rows)
+    angles = [axis[:, None] * frequencies for axis in axes]
+    patches = torch.cat([wave(angle) for angle in angles for wave in (torch.sin, torch.cos)], dim=1)
+    return torch.cat([patches.new_zeros(1, dim), patches]).float()
+
+
+@torch.no_grad()
+def fix_positions(model: VisionTransformer, *, first_axis: FirstAxis) -> None:
+    """Replace a transformer's learned position embeddings by sines and cosines that are not trained."""
+    if model.pos_embed is None:
+        raise RecipeError("this vision transformer adds no position embeddings that could be fixed; choose e.g. vit_small_patch16_224")
+    if model.embed_dim % 4:
+        raise RecipeError(f"fixed position embeddings fill a multiple of 4 dimensions, and {model.embed_dim} is none; change embed_dim")
+    patches = sine_cosine_positions(model.embed_dim, model.patch_embed.grid_size, first_axis=first_axis)[1:]
+    model.pos_embed.zero_()  # registers have no place either
+    model.pos_embed[:, -len(patches) :] = patches
+    model.pos_embed.requires_grad_(False)

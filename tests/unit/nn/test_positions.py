@@ -1,10 +1,11 @@
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from massl.nn.positions import resample_positions
+from massl.nn.positions import FirstAxis, resample_positions, sine_cosine_positions
 
 GOLDEN = load_file(Path(__file__).parents[2] / "golden" / "position.safetensors")
 
@@ -42,3 +43,22 @@ def test_matrices_first_made_without_gradients_serve_training_later(dtype: torch
     positions = torch.randn(1, 9, 2, dtype=dtype, requires_grad=True)
     resample_positions(positions, 7, 5).sum().backward()
     assert positions.grad is not None
+
+
+@pytest.mark.parametrize(("first_axis", "height", "width"), [("rows", 3, 5), ("columns", 3, 5), ("rows", 1, 1), ("columns", 4, 2)])
+def test_fixed_positions_are_sines_and_cosines_of_row_and_column(first_axis: FirstAxis, height: int, width: int) -> None:
+    """One number at a time, after the papers of MoCo-v3 (rows first) and MAE (columns first)."""
+    table = sine_cosine_positions(12, (height, width), first_axis=first_axis)
+    assert table.shape == (1 + height * width, 12)
+    assert table.dtype == torch.float32
+    assert (table[0] == 0).all()
+    for row in range(height):
+        for column in range(width):
+            places = (row, column) if first_axis == "rows" else (column, row)
+            expected = [wave(place / 10_000 ** (k / 3)) for place in places for wave in (math.sin, math.cos) for k in range(3)]
+            assert table[1 + row * width + column].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_dimensions_that_two_axes_cannot_share_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 4"):
+        sine_cosine_positions(10, (2, 2), first_axis="rows")

@@ -62,6 +62,26 @@ def test_packed_tokens_are_table_plus_patches_and_so_are_their_gradients(num_pre
         torch.testing.assert_close(gradient, truth, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("masked_share", [0.4, 1.0])
+@pytest.mark.parametrize("num_prefix", [1, 2])
+def test_masked_patches_of_the_first_group_are_replaced_and_pass_their_gradient_to_the_stand_in(
+    num_prefix: int, masked_share: float
+) -> None:
+    counts, num_patches, dim = (33, 3), (5, 2), 6
+    patches = [noise(count * num, dim, seed=num).requires_grad_() for count, num in zip(counts, num_patches, strict=True)]
+    tables = [noise(num_prefix + num, dim, seed=10 + num).requires_grad_() for num in num_patches]
+    stand_in = noise(dim, seed=3).requires_grad_()
+    masks = torch.rand(33, 5, generator=torch.Generator().manual_seed(4)).to(DEVICE) < masked_share
+    replaced = [torch.where(masks.flatten()[:, None], stand_in, patches[0]), patches[1]]
+    ours = pack_tokens(patches, tables, num_prefix, torch.float32, masks=masks, stand_in=stand_in)
+    expected = pack_tokens(replaced, tables, num_prefix, torch.float32)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+    grad = noise(*expected.shape, seed=20)
+    inputs = [stand_in, *patches, *tables]
+    for gradient, truth in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
+        torch.testing.assert_close(gradient, truth, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 1), (1, 17), (7, 16), (256, 3), (257, 33), (600, 15)])
 def test_rows_are_summed_whatever_their_number(num_rows: int, num_columns: int) -> None:
     rows = noise(num_rows, num_columns, seed=0)
