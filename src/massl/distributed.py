@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,12 +56,51 @@ def gather_rows(rows: Tensor) -> Tensor:  # [n, ...] on each rank -> [n * world_
     return torch.cat(gathered)
 
 
+def gather_rows_with_gradient(rows: Tensor) -> Tensor:  # [n, ...] on each rank -> [n * world_size, ...], in rank order
+    """`gather_rows` for losses in which the images of all ranks meet: each rank's rows receive the gradients of every rank's loss.
+
+    Data parallelism averages gradients over ranks, so what is trained is the mean of the ranks' losses.
+    """
+    return rows if world_size() == 1 else _GatherRows.apply(rows)
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """The sum of all ranks' values, on each of them; every value receives the gradients of every rank's loss."""
+    return value if world_size() == 1 else _Sum.apply(value)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.num_rows = rows.shape[0]
+        return gather_rows(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        first = rank() * ctx.num_rows
+        return _summed(gradient)[first : first + ctx.num_rows]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return _summed(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _summed(gradient)
+
+
+def _summed(value: Tensor) -> Tensor:
+    total = value.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
+
+
 def mean_over_ranks(value: Tensor) -> Tensor:
     if world_size() == 1:
         return value
-    total = value.detach().clone()
-    dist.all_reduce(total)
-    return total / world_size()
+    return _summed(value) / world_size()
 
 
 def largest_over_ranks(number: int, device: torch.device) -> int:
