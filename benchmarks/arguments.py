@@ -34,6 +34,7 @@ def add_repetition_arguments(parser: argparse.ArgumentParser, *, num_warmup: int
 
 def step_spec(chosen: argparse.Namespace, *, batch_size: int, kernels: str, device: torch.device) -> StepSpec:
     return StepSpec(
+        method=getattr(chosen, "method", "massl"),
         model=chosen.model,
         batch_size=batch_size,
         views=parse_views(chosen.views),

@@ -12,6 +12,7 @@ from shapes import ViewShapes
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from massl.commands.methods import METHODS, SETTINGS
 from massl.data.evaluation_views import CentreView
 from massl.data.gpu_decode import jpeg_decoder
 from massl.data.loader import ImageBatch, Loader
@@ -19,7 +20,8 @@ from massl.data.order import EpochOrder
 from massl.data.sources import open_source
 from massl.data.views import ViewBatch, ViewSettings
 from massl.evaluations.readers import read_feature
-from massl.methods.massl import MaSSL, MaSSLSettings
+from massl.methods.base import MethodSettings
+from massl.methods.massl import MaSSLSettings
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.memory import MemoryBank, MemorySettings
 from massl.ops.image_ops import RaggedImages, normalise
@@ -33,6 +35,7 @@ from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.trainer import Trainer, TrainerSettings
 
+METHOD_NAMES = tuple(METHODS)
 KERNELS = ("fused", "compiled", "plain")  # trainer.kernels
 STUDENT_TEMPERATURE, TEACHER_TEMPERATURE = 0.1, 0.07
 _SEED = 0
@@ -43,10 +46,11 @@ _MAX_IMAGE_SIDE = 1024  # pixels, the recipes' default
 class StepSpec:
     """What is trained in a benchmark."""
 
+    method: str  # one of METHOD_NAMES
     model: str  # a timm name
     batch_size: int
     views: ViewShapes
-    num_rows: int  # K
+    num_rows: int  # K: of the memory; prototypes where there is none
     block_size: int  # N_b
     drop_path: float
     kernels: str  # one of KERNELS
@@ -55,7 +59,7 @@ class StepSpec:
 
     @property
     def name(self) -> str:
-        return f"{self.model} N={self.batch_size} {self.kernels}{' graph' if self.graph else ''}"
+        return f"{self.method} {self.model} N={self.batch_size} {self.kernels}{' graph' if self.graph else ''}"
 
 
 class Training:
@@ -73,15 +77,12 @@ class Training:
                 "cuda_graph": spec.graph,
             }
         )
-        method = MaSSL(
-            MaSSLSettings(memory=MemorySettings(num_rows=spec.num_rows, block_size=spec.block_size)),
-            BackboneSettings(name=spec.model, drop_path_rate=spec.drop_path),
-            seed=_SEED,
-        )
+        method_settings = _method_settings(spec)
+        method = METHODS[spec.method](method_settings, BackboneSettings(name=spec.model, drop_path_rate=spec.drop_path), seed=_SEED)
         # So long that no schedule ends: rates and temperatures are those of an early step of a real run.
         self._schedules = Schedules(
             optimizer=OptimizerSettings(),
-            ramps=method.settings.ramps(),
+            ramps=method_settings.ramps(),
             batch_size=spec.batch_size,
             epochs=settings.epochs,
             steps_per_epoch=10_000,
@@ -119,6 +120,13 @@ class Training:
         return self._trainer._views(images, self._schedules.at(number))
 
 
+def _method_settings(spec: StepSpec) -> MethodSettings:
+    if spec.method == "massl":
+        return MaSSLSettings(memory=MemorySettings(num_rows=spec.num_rows, block_size=spec.block_size))
+    settings: type[MethodSettings] = SETTINGS[spec.method]
+    return settings.model_validate({"prototypes": {"num_prototypes": spec.num_rows}} if "prototypes" in settings.model_fields else {})
+
+
 _NO_LOADER: Any = None  # only the trainer's own loop asks its loader
 
 
@@ -134,6 +142,7 @@ def synthetic_views(spec: StepSpec) -> ViewBatch:
         global_views=pixels(spec.views.num_global, spec.views.global_size),
         local_views=pixels(spec.views.num_local, spec.views.local_size) if spec.views.num_local else None,
         image_indices=torch.arange(spec.batch_size),
+        labels=torch.arange(spec.batch_size) % 10,
     )
 
 

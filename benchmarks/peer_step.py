@@ -5,8 +5,9 @@
 Nothing of a peer is copied or changed. Its own `train_one_epoch` runs, with its own modules, on a loader of ours that hands out the same
 synthetic views again and again and marks the time whenever the next batch is asked for. So everything it does in a step is in the time: the
 host's waiting for the loss and for each gradient norm, the all-reduce of a group of one, `torch.cuda.synchronize()`, its printing every few
-steps. Settings are those of the peers' published commands, with the sizes of the comparison. Two things are left out, in the peer's
-favour: histograms for TensorBoard every 50 steps (MaSSL), and the first epoch's frozen last layer is over (DINO), as in 99 of 100.
+steps. Settings are those of the peers' published commands, with the sizes of the comparison. Three things are left out, in the peer's
+favour: histograms for TensorBoard every 50 steps (MaSSL), the first epoch's frozen last layer is over (DINO, iBOT), as in 99 of 100, and
+the drawing of masks, which happens in the data loader (iBOT).
 """
 
 import argparse
@@ -35,20 +36,21 @@ _PATCH_SIZE, _CLIP_NORM = 16, 3.0
 class SyntheticLoader:
     """A data loader to the peer, a stopwatch to us."""
 
-    def __init__(self, views: list[Tensor], watch: StepWatch, *, num_warmup: int, num_timed: int) -> None:
-        self._views, self._watch = views, watch
+    def __init__(self, views: list[Tensor], masks: list[Tensor], watch: StepWatch, *, num_warmup: int, num_timed: int) -> None:
+        self._views, self._masks, self._watch = views, masks, watch
         self._num_warmup, self._num_steps = num_warmup, num_warmup + num_timed
 
     def __len__(self) -> int:
         return self._num_steps
 
-    def __iter__(self) -> Iterator[tuple[list[Tensor], None]]:
+    def __iter__(self) -> Iterator[tuple[list[Tensor], Tensor] | tuple[list[Tensor], Tensor, list[Tensor]]]:
+        labels = torch.arange(len(self._views[0])) % 10  # read by iBOT alone, after the last step
         for step in range(self._num_steps):
             if step == self._num_warmup:
                 self._watch.end_warmup()
             if step >= self._num_warmup:
                 self._watch.mark()
-            yield list(self._views), None
+            yield (list(self._views), labels, list(self._masks)) if self._masks else (list(self._views), labels)
         self._watch.mark()
 
 
@@ -128,23 +130,76 @@ def train_dino(program: ModuleType, chosen: argparse.Namespace, loader: Syntheti
     )
 
 
+def train_ibot(program: ModuleType, chosen: argparse.Namespace, loader: SyntheticLoader) -> None:
+    """Built as the authors' `train_ibot` builds it with one head for class and patch tokens (their ViT-S/16 command)."""
+    utils, shapes = program.utils, parse_views(chosen.views)
+    if benchmark_device().type == "cpu":
+        utils.MetricLogger.synchronize_between_processes = lambda _: None
+    settings = SimpleNamespace(
+        epochs=100, clip_grad=_CLIP_NORM, freeze_last_layer=1, global_crops_number=shapes.num_global, use_masked_im_modeling=True
+    )
+
+    def network(drop_path_rate: float, *, is_student: bool) -> nn.Module:
+        options = {"patch_size": _PATCH_SIZE, "drop_path_rate": drop_path_rate, "return_all_tokens": True}
+        backbone = getattr(program.models, chosen.model)(**options, masked_im_modeling=is_student)
+        head = program.iBOTHead(
+            backbone.embed_dim, chosen.rows, patch_out_dim=chosen.rows, norm_last_layer=not is_student, shared_head=True
+        )
+        wrapped: nn.Module = utils.MultiCropWrapper(backbone, head)
+        return wrapped.cuda()
+
+    student, teacher = pair(network(chosen.drop_path, is_student=True), network(0.0, is_student=False), strict=False)
+    temperatures = (0.04, 0.04, 0.04, 0.04, 0)
+    loss = program.iBOTLoss(chosen.rows, chosen.rows, shapes.num_global, shapes.num_local, *temperatures, settings.epochs).cuda()
+    program.train_one_epoch(
+        student,
+        teacher,
+        teacher,
+        loss,
+        loader,
+        torch.optim.AdamW(utils.get_params_groups(student)),
+        constant(5e-4 * chosen.batch / 256.0),  # learning rate
+        constant(0.04),  # weight decay
+        constant(0.996),  # momentum of the teacher
+        1,  # epoch: the last layer trains
+        torch.cuda.amp.GradScaler(),
+        settings,
+    )
+
+
+def masks_for(chosen: argparse.Namespace, device: torch.device) -> list[Tensor]:
+    """For each global view which patches are masked: on average a third of them in half of the images. Made here, not by the peer's loader:
+    its time is not in the step."""
+    shapes = parse_views(chosen.views)
+    side = shapes.global_size // _PATCH_SIZE
+    is_masked = torch.arange(chosen.batch)[:, None, None] % 2 == 0
+    return [((torch.rand(chosen.batch, side, side) < 0.3) & is_masked).to(device) for _ in range(shapes.num_global)]
+
+
 PEERS: dict[str, tuple[str, Callable[[ModuleType, argparse.Namespace, SyntheticLoader], None]]] = {
     "massl": ("main_massl", train_massl),
     "dino": ("main_dino", train_dino),
+    "ibot": ("main_ibot", train_ibot),
 }
 
 
-def pair(student: nn.Module, teacher: nn.Module) -> tuple[nn.Module, nn.Module]:
+def pair(student: nn.Module, teacher: nn.Module, *, strict: bool = True) -> tuple[nn.Module, nn.Module]:
     """The student wrapped for one process, the teacher with its weights and without gradients."""
     on_gpu = benchmark_device().type == "cuda"
     parallel = DistributedDataParallel(student, device_ids=[torch.cuda.current_device()] if on_gpu else None)
-    teacher.load_state_dict(student.state_dict())
+    teacher.load_state_dict(student.state_dict(), strict=strict)
     return parallel, teacher.requires_grad_(False)
 
 
 def constant(value: float) -> Mapping[int, float]:
     """A schedule: step -> the same value."""
     return defaultdict(lambda: value)
+
+
+UNUSED_IMPORTS: dict[str, dict[str, object]] = {
+    "tensorboardX": {"SummaryWriter": None},
+    "evaluation.unsupervised.unsup_cls": {"eval_pred": lambda *_, **__: (0.0, 0.0, 0.0, 0.0)},  # iBOT's, after the last step
+}
 
 
 def pretend_the_cpu_is_a_gpu() -> None:
@@ -162,6 +217,8 @@ def import_from(checkout: Path, module: str) -> ModuleType:
     """The peer's program. Its folder comes first: it has modules with names as common as `utils` and `head`."""
     sys.path.insert(0, str(checkout))
     sys.dont_write_bytecode = True  # leaves the checkout as it is
+    for name, contents in UNUSED_IMPORTS.items():  # what a program imports and its steps do not use
+        sys.modules.setdefault(name, ModuleType(name)).__dict__.update(contents)
     return importlib.import_module(module)
 
 
@@ -172,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="the peer's name of the network, e.g. vit_small")
     parser.add_argument("--batch", required=True, type=int)
     parser.add_argument("--views", default=PAPER_VIEWS, type=views_argument)
-    parser.add_argument("--rows", default=PAPER_ROWS, type=int, help="rows of the memory (massl), prototypes (dino)")
+    parser.add_argument("--rows", default=PAPER_ROWS, type=int, help="rows of the memory (massl), prototypes (dino, ibot)")
     parser.add_argument("--block", default=PAPER_BLOCK, type=int, help="rows per block (massl)")
     parser.add_argument("--drop-path", default=0.1, type=float)
     add_repetition_arguments(parser, num_warmup=5, num_timed=15)
@@ -191,7 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     views = [torch.randn(chosen.batch, 3, size, size, device=device) for size in sizes]
     watch = StepWatch(device)
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
-        train(import_from(chosen.checkout, module), chosen, SyntheticLoader(views, watch, num_warmup=chosen.warmup, num_timed=chosen.timed))
+        masks = masks_for(chosen, device) if chosen.peer == "ibot" else []
+        loader = SyntheticLoader(views, masks, watch, num_warmup=chosen.warmup, num_timed=chosen.timed)
+        train(import_from(chosen.checkout, module), chosen, loader)
     dist.destroy_process_group()
     emit(watch.timing().case(f"{chosen.model} N={chosen.batch} {chosen.peer}", num_images=chosen.batch, steady_memory=True))
 

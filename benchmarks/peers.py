@@ -1,10 +1,11 @@
-"""Whole training steps of massl beside those of its peers, in one run on one card: official MaSSL and DINO from checkouts of yours.
+"""Whole training steps of massl beside those of its peers, in one run on one card: official MaSSL, DINO and iBOT from checkouts of yours.
 
-    python benchmarks/peers.py --massl PATH_OF_CHECKOUT --dino PATH_OF_CHECKOUT --cases vit_small:128 vit_base:64
+    python benchmarks/peers.py --massl CHECKOUT --dino CHECKOUT --ibot CHECKOUT --cases vit_small:128 vit_base:64
 
-Each measurement is a process of its own, one at a time: the peers first (`peer_step.py`), then massl (`step.py`) with the same batch,
-views, rows, block size and drop path. Peers run as published (float16 autocast, loss scaling, their own loop). Their peak memory is that of
-the steady steps; massl's includes the warm-up, where a CUDA graph would show its needs.
+Each measurement is a process of its own, one at a time: the peers first (`peer_step.py`), then the same methods in massl (`step.py`) with
+the same batch, views, rows (or prototypes), block size and drop path. Ratios compare each method of ours with each peer. Peers run as
+published (float16 autocast, loss scaling, their own loop). Their peak memory is that of the steady steps; massl's includes the warm-up,
+where a CUDA graph would show its needs.
 """
 
 import argparse
@@ -20,8 +21,12 @@ from arguments import add_repetition_arguments, add_training_arguments
 from measure import Case, announce, benchmark_device, case_from, emit, print_table, remark
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = {"massl": "main_massl.py", "dino": "main_dino.py"}  # what shows that a folder is the checkout
-REPOSITORIES = {"massl": "https://github.com/sthalles/MaSSL", "dino": "https://github.com/facebookresearch/dino"}
+PROGRAMS = {"massl": "main_massl.py", "dino": "main_dino.py", "ibot": "main_ibot.py"}  # what shows that a folder is the checkout
+REPOSITORIES = {
+    "massl": "https://github.com/sthalles/MaSSL",
+    "dino": "https://github.com/facebookresearch/dino",
+    "ibot": "https://github.com/bytedance/ibot",
+}
 TIMM_NAMES = {"vit_tiny": "vit_tiny_patch16_224", "vit_small": "vit_small_patch16_224", "vit_base": "vit_base_patch16_224"}
 TIME_LIMIT_SECONDS = 600
 
@@ -40,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     for comparison in chosen.cases:
         peers = {peer: measured for peer, path in checkouts.items() if (measured := run_peer(peer, path, comparison, chosen))}
         cases += peers.values()
-        for kernels in chosen.kernels:
-            our_case = run_ours(comparison, kernels, chosen)
-            if our_case is not None:
-                cases.append(emit(with_ratios(our_case, peers)))
+        for method in checkouts:
+            for kernels in chosen.kernels:
+                our_case = run_ours(method, comparison, kernels, chosen)
+                if our_case is not None:
+                    cases.append(emit(with_ratios(our_case, peers)))
     print_table(cases, extra_columns=[f"{measure}_{peer}" for peer in checkouts for measure in ("times_as_fast_as", "memory_share_of")])
     return cases
 
@@ -57,8 +63,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_training_arguments(parser)
     add_repetition_arguments(parser, num_warmup=5, num_timed=15)
     chosen = parser.parse_args(arguments)
-    if chosen.massl is None and chosen.dino is None:
-        parser.error("no peer given: name a checkout with --massl PATH or --dino PATH")
+    if all(getattr(chosen, peer) is None for peer in PROGRAMS):
+        parser.error(f"no peer given: name a checkout with {' or '.join(f'--{peer} PATH' for peer in PROGRAMS)}")
     for peer, program in PROGRAMS.items():
         path = getattr(chosen, peer)
         if path is not None and not (path / program).is_file():
@@ -97,13 +103,22 @@ def run_peer(peer: str, checkout: Path, comparison: Comparison, chosen: argparse
     return None if case is None else emit(replace(case, case=f"{comparison.model} N={comparison.batch_size} peer {peer}"))
 
 
-def run_ours(comparison: Comparison, kernels: str, chosen: argparse.Namespace) -> Case | None:
-    command = ["step.py", "--model", TIMM_NAMES[comparison.model], "--kernels", kernels, "--graph" if chosen.graph else "--no-graph"]
+def run_ours(method: str, comparison: Comparison, kernels: str, chosen: argparse.Namespace) -> Case | None:
+    command = [
+        "step.py",
+        "--method",
+        method,
+        "--model",
+        TIMM_NAMES[comparison.model],
+        "--kernels",
+        kernels,
+        "--graph" if chosen.graph else "--no-graph",
+    ]
     case = run_program([*command, *shared_arguments(comparison, chosen)])
     if case is None:
         return None
     graph = " graph" if case.extras["is_graph"] else ""
-    return replace(case, case=f"{comparison.model} N={comparison.batch_size} this massl, {kernels}{graph}")
+    return replace(case, case=f"{comparison.model} N={comparison.batch_size} massl's {method}, {kernels}{graph}")
 
 
 def run_program(command: Sequence[str]) -> Case | None:

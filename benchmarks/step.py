@@ -1,6 +1,6 @@
-"""Speed and memory of one whole training step of massl, on synthetic views that already lie on the device.
+"""Speed and memory of one whole training step, of MaSSL or another method of massl, on synthetic views that already lie on the device.
 
-    python benchmarks/step.py --model vit_small_patch16_224 --batch 64 128 256 --kernels fused compiled plain
+    python benchmarks/step.py --method massl --model vit_small_patch16_224 --batch 64 128 256 --kernels fused compiled plain
 
 A step is what the trainer does between two batches: student and teacher forward, memory loss, backward, clipping, AdamW, teacher and
 memory. Its arithmetic (`shapes.step_flop_per_image`) over its time is printed as a share of the card's own bfloat16 matrix rate.
@@ -28,6 +28,7 @@ from shapes import step_flop_per_image, transformer_shape
 
 def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser = argparse.ArgumentParser(description="Speed and memory of massl's whole training step.")
+    parser.add_argument("--method", default="massl", choices=ours.METHOD_NAMES, help="what is trained")
     parser.add_argument("--model", default="vit_small_patch16_224", help="a timm model name")
     parser.add_argument("--batch", nargs="+", default=[64, 128, 256], type=int, help="images per step")
     add_training_arguments(parser)

@@ -47,18 +47,29 @@ def validate(settings_type: type[SettingsType], values: Mapping[str, Any], *, or
     try:
         return settings_type.model_validate(dict(values))
     except ValidationError as error:
-        raise RecipeError(f"{origin}: {explain(error)}") from None
+        raise RecipeError(f"{origin}: {explain(error, settings_type)}") from None
 
 
-def explain(error: ValidationError) -> str:
+def explain(error: ValidationError, settings_type: type[Settings] | None = None) -> str:
     """Each problem with its dotted key and, where it is a single value, the value given."""
     problems = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
+        key = ".".join(str(part) for part in _without_choices(problem["loc"], settings_type))
         message = problem["msg"].removeprefix("Value error, ")
         given = "" if isinstance(problem["input"], Mapping | BaseModel) else f" (got {problem['input']!r})"
         problems.append(f"{key}: {message}{given}" if key else f"{message}{given}")
     return "; ".join(problems)
+
+
+def _without_choices(location: tuple[int | str, ...], settings_type: type[Settings] | None) -> tuple[int | str, ...]:
+    """The keys as they stand in a recipe: where settings are one of several, pydantic adds which, method.massl.head for method.head."""
+    if settings_type is None or not location or location[0] not in settings_type.model_fields:
+        return location
+    key, *rest = location
+    annotation = settings_type.model_fields[str(key)].annotation
+    if rest and sum(isinstance(option, type) and issubclass(option, Settings) for option in typing.get_args(annotation)) > 1:
+        rest = rest[1:]
+    return (key, *rest)
 
 
 def _unknown_keys(settings_type: type[Settings], values: Mapping[str, Any], prefix: str) -> list[str]:

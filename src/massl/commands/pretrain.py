@@ -17,6 +17,7 @@ from massl.data.cache import ImageCache
 from massl.data.gpu_decode import jpeg_decoder
 from massl.data.loader import Loader
 from massl.data.order import EpochOrder
+from massl.data.reading import label_number
 from massl.data.sources import ImageSource, open_source
 from massl.methods.base import Method, TrainingPlan
 from massl.training.environment import describe_environment
@@ -117,7 +118,13 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
         recipe.trainer, method=method, loader=loader, views=recipe.views, schedules=schedules, probe=probe, folder=folder, device=device
     )
     _announce(recipe, schedules, len(source), device, trainer.kernels, console)
-    plan = TrainingPlan(num_images=len(source), batch_size=batch_size, num_parts=recipe.trainer.accumulation_steps, views=recipe.views)
+    plan = TrainingPlan(
+        num_images=len(source),
+        batch_size=batch_size,
+        num_parts=recipe.trainer.accumulation_steps,
+        views=recipe.views,
+        labels=lambda: torch.tensor([label_number(source.label_of(index)) for index in range(len(source))]),
+    )
     for caution in method.cautions(plan):
         warn(caution)
     if distributed.is_main():
@@ -207,7 +214,7 @@ def _summarise(
     if probed and raw_pixels is not None:
         first, last = probed[0], probed[-1]
         say(
-            f"k-NN accuracy of the teacher (k = {recipe.probes.num_neighbours}): {first['knn_top1']:.1f} % at step {int(first['step'])}, "
+            f"k-NN accuracy (k = {recipe.probes.num_neighbours}): {first['knn_top1']:.1f} % at step {int(first['step'])}, "
             f"{last['knn_top1']:.1f} % at step {int(last['step'])} ({last['knn_top1'] - first['knn_top1']:+.1f} points); "
             f"raw pixels: {raw_pixels:.1f} %"
         )

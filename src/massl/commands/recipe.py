@@ -14,6 +14,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from pydantic import model_validator
+
 from massl.commands.methods import SETTINGS, AnyMethodSettings
 from massl.config import RecipeError, Settings, closest, merge, overlay, read_yaml, validate
 from massl.data.settings import DataSettings
@@ -35,6 +37,12 @@ class PretrainRecipe(Settings):
     optimizer: OptimizerSettings = OptimizerSettings()
     trainer: TrainerSettings = TrainerSettings()
     probes: ProbeSettings = ProbeSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _method_is_massl_unless_named(cls, values: Any) -> Any:
+        method = values.get("method") if isinstance(values, Mapping) else None
+        return {**values, "method": {"name": "massl", **method}} if isinstance(method, Mapping) else values
 
 
 def shipped_recipes() -> dict[str, Path]:

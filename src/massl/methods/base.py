@@ -157,6 +157,7 @@ class TrainingPlan:
     batch_size: int  # over all processes
     num_parts: int  # each batch is cut into so many, one after the other
     views: ViewSettings
+    labels: Callable[[], Tensor] | None = None  # of all images, -1 where there is none; asked for by those who learn from them
 
 
 def caution_on_unused_views(plan: TrainingPlan, name: str, *, num_global: int | None = None) -> list[str]:

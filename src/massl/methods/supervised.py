@@ -99,7 +99,7 @@ class Supervised(Method):
             )
         if is_first and largest < 0:
             raise RecipeError(
-                f"none of the first {len(labels)} images has a label, and supervised training learns from labels; give a labelled "
+                f"none of {len(labels):,} images has a label, and supervised training learns from labels; give a labelled "
                 "data.source, such as a folder with one folder of images for each class"
             )
 
@@ -140,6 +140,12 @@ class Supervised(Method):
 
     def cautions(self, plan: TrainingPlan) -> list[str]:
         found = caution_on_unused_views(plan, "supervised")
+        if plan.labels is not None:
+            labels = plan.labels()
+            self._refuse_wrong_labels(labels, is_first=True)
+            num_unlabelled = int((labels < 0).sum())
+            if num_unlabelled:
+                found.append(f"{num_unlabelled:,} of {len(labels):,} images have no label: supervised learns nothing from them")
         if self.settings.mixes:
             found += caution_on_parts(plan, "supervised", "the partners of mixup and CutMix")
         return found

@@ -171,7 +171,7 @@ def test_a_label_beyond_the_classes_is_named(label: int) -> None:
 
 
 def test_a_first_batch_without_any_label_is_refused_and_views_without_labels_are_too() -> None:
-    with pytest.raises(RecipeError, match="none of the first 6 images has a label"):
+    with pytest.raises(RecipeError, match="none of 6 images has a label"):
         tiny_method()(views(labels=[-1] * 6), hyper(0))
     bare = ViewBatch(global_views=views().global_views, local_views=None, image_indices=torch.arange(6))
     with pytest.raises(RecipeError, match="needs labels"):
@@ -250,6 +250,21 @@ def test_cautions_name_unused_views_and_partners_in_parts() -> None:
     assert "set views.num_local to 0" in cautions(tiny_method(), views=ViewSettings(num_local=2))[0]
     assert "partners of mixup and CutMix from each of the 2 parts" in cautions(tiny_method(), num_parts=2)[0]
     assert cautions(tiny_method(**PLAIN), num_parts=2) == []
+
+
+def test_all_labels_are_looked_at_before_training() -> None:
+    def cautions(*labels: int) -> list[str]:
+        views = ViewSettings(num_global=1, num_local=0)
+        return tiny_method().cautions(
+            TrainingPlan(num_images=3, batch_size=3, num_parts=1, views=views, labels=lambda: torch.tensor(labels))
+        )
+
+    assert cautions(0, 4, 2) == []
+    assert cautions(0, -1, 2) == ["1 of 3 images have no label: supervised learns nothing from them"]
+    with pytest.raises(RecipeError, match=r"the label 5, and method\.num_classes is 5"):
+        cautions(0, 5, 2)
+    with pytest.raises(RecipeError, match="none of 3 images has a label"):
+        cautions(-1, -1, -1)
 
 
 def test_a_loss_of_guessing_and_a_step_without_labels_are_signs_of_trouble() -> None:
