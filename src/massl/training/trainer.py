@@ -134,6 +134,8 @@ class Trainer:
         """Train from the newest checkpoint, or from the start, to the end of the run or a signal."""
         display = ProgressDisplay(num_steps=self.end_step, batch_size=self.settings.batch_size, visible=distributed.is_main())
         start_step = self._resume(display)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # those of this run, where several follow each other in one process
         if start_step is not None and start_step >= self.end_step:
             return FitResult(step=start_step, finished=True, signal_number=None)
         log = MetricsLog(self.folder.path, resume_step=start_step) if distributed.is_main() else None
