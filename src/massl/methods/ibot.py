@@ -1,0 +1,133 @@
+"""iBOT: Image BERT Pre-Training with Online Tokenizer (Zhou et al., ICLR 2022).
+
+Each step:
+    student   = head(class token of every view), head(hidden patches of the global views), of a network that sees the mask token there
+    teacher   = the same with EMA weights, of global views with nothing hidden, no gradient
+    class     = DINO's loss: mean over pairs of different views of the cross-entropy between choices of prototypes
+    patches   = cross-entropy between the choices for each hidden patch and for the teacher's patch in the same place of the same view;
+                mean over the hidden patches of a view, then over views
+    loss      = class + patches
+    after the optimiser step: each centre <- running mean of the teacher's similarities; teacher and its prototypes <- EMA of the student's
+Class token and patches share head and prototypes, so that patches are named by what whole images are named by; each kind has a centre.
+"""
+
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from massl.config import Settings
+from massl.data.views import ViewBatch
+from massl.methods.base import StepHyper, StepOutput
+from massl.methods.self_distillation import SelfDistillation, SelfDistillationSettings
+from massl.nn.backbone import BackboneSettings
+from massl.nn.prototypes import Centre, PrototypeSettings
+from massl.ops.block_masks import block_masks
+from massl.ops.masked_rows import masked_rows, num_slots
+from massl.ops.prototype_attention import cross_view_weights
+
+
+class SharedPrototypeSettings(PrototypeSettings):
+    num_prototypes: int = Field(default=8192, gt=1, description="K: how many prototypes class tokens and patches are compared with")
+
+
+class MaskSettings(Settings):
+    ratios: tuple[float, ...] = Field(
+        default=(0.0, 0.3), min_length=1, description="shares of patches to hide; each view takes one at random"
+    )
+    ratio_variances: tuple[float, ...] = Field(default=(0.0, 0.2), description="by how much at most each of these shares is moved")
+
+    @model_validator(mode="after")
+    def _shares_are_shares(self) -> Self:
+        if len(self.ratios) != len(self.ratio_variances):
+            raise ValueError(f"{len(self.ratios)} ratios need as many ratio_variances; there are {len(self.ratio_variances)}")
+        for ratio, variance in zip(self.ratios, self.ratio_variances, strict=True):
+            if not 0.0 <= ratio - variance <= ratio + variance <= 1.0:
+                raise ValueError(f"a share of patches lies between 0 and 1; {ratio} +- {variance} does not")
+        if max(self.ratios) == 0.0:
+            raise ValueError("nothing would ever be hidden: give a ratio above 0, or choose the method dino")
+        return self
+
+
+class IBOTSettings(SelfDistillationSettings):
+    name: Literal["ibot"] = "ibot"
+    prototypes: SharedPrototypeSettings = SharedPrototypeSettings()
+    masks: MaskSettings = MaskSettings()
+
+
+class IBOT(SelfDistillation):
+    settings: IBOTSettings
+
+    def __init__(self, settings: IBOTSettings, backbone: BackboneSettings, *, seed: int) -> None:
+        super().__init__(settings, backbone, seed=seed)
+        self.mask_token = nn.Parameter(torch.zeros(1, self.student.backbone.dim))  # a row, so that it decays as in the authors' code
+        self.patch_centre = Centre(settings.prototypes)
+
+    def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
+        masks = self._masks(views, hyper)
+        rows, row_weights = masked_rows(masks, self._num_slots(masks))
+        student, student_patches = self._student(views, hyper, masks, rows)
+        teacher, teacher_patches = self._teacher(views)
+        pairs = cross_view_weights(len(student), len(teacher), device=student.device)
+        class_loss = self.imitation_loss(student, teacher, self.centre, hyper, pair_weights=pairs)
+        patch_loss = self.imitation_loss(
+            student_patches[None],
+            teacher_patches.flatten(0, 2).index_select(0, rows)[None],
+            self.patch_centre,
+            hyper,
+            pair_weights=torch.ones(1, 1, device=student.device),  # a hidden patch has one target: the same patch, seen
+            row_weights=row_weights,
+        )
+        return StepOutput(
+            loss=class_loss + patch_loss,
+            metrics={"class_loss": class_loss.detach(), "patch_loss": patch_loss.detach()},
+            carry={"teacher_embeddings": teacher.mean(dim=0), "teacher_patches": teacher_patches.mean(dim=(0, 2))},
+        )
+
+    def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
+        # The centres first: the outputs they follow were made with these prototypes.
+        prototypes = self.teacher_prototypes()
+        self.centre.follow(output.carry["teacher_embeddings"], prototypes)
+        self.patch_centre.follow(output.carry["teacher_patches"], prototypes)
+        self.move_teacher(hyper)
+
+    def _masks(self, views: ViewBatch, hyper: StepHyper) -> Tensor:  # -> [G * B, N] bool
+        num_global, image_size, settings = len(views.global_views), views.global_views.shape[-1], self.settings.masks
+        masks = block_masks(
+            (self.seed, "patch masks", hyper.step),
+            views.image_indices,
+            num_views=num_global,
+            grid=self.student.backbone.grid(image_size),
+            ratios=settings.ratios,
+            ratio_variances=settings.ratio_variances,
+            device=views.global_views.device,
+        )
+        return masks.flatten(0, 1)
+
+    def _num_slots(self, masks: Tensor) -> int:
+        settings = self.settings.masks
+        return num_slots(*masks.shape, ratios=settings.ratios, ratio_variances=settings.ratio_variances)
+
+    def _student(
+        self, views: ViewBatch, hyper: StepHyper, masks: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:  # [G * B, N], [slots] -> [V, B, D], [slots, D]
+        """Embeddings of every view, the global ones with hidden patches, and of the patches in `rows`."""
+        keys = self.drop_path_keys(views, hyper, num_views=views.num_views)
+        classes, patches = self.student.backbone.class_and_patches(
+            [group.flatten(0, 1) for group in views.groups()],
+            None if keys is None else keys.flatten(),
+            masks=masks,
+            mask_token=self.mask_token[0],
+        )
+        chosen = patches.flatten(0, 1).index_select(0, rows)
+        embeddings = self.student.head(torch.cat([classes, chosen]))
+        of_classes, of_patches = torch.split(embeddings, [len(classes), len(chosen)])
+        return of_classes.reshape(views.num_views, -1, of_classes.shape[1]), of_patches
+
+    @torch.no_grad()
+    def _teacher(self, views: ViewBatch) -> tuple[Tensor, Tensor]:  # -> [G, B, D], [G, B, N, D]
+        """Embeddings of the global views and of all their patches, which the centre of the patches needs."""
+        classes, patches = self.teacher.backbone.class_and_patches([views.global_views.flatten(0, 1)])
+        views_and_images = views.global_views.shape[:2]
+        return self.teacher.head(classes).unflatten(0, views_and_images), self.teacher.head(patches).unflatten(0, views_and_images)

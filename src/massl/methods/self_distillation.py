@@ -1,0 +1,131 @@
+"""What DINO and iBOT share: a student that imitates how its own moving average chooses among prototypes."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from massl.methods.base import Method, MethodSettings, Ramp, StepHyper, TeacherSettings, TrainingPlan, autocast_dtype, seeded
+from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
+from massl.nn.ema import move_towards
+from massl.nn.encoder import Encoder
+from massl.nn.heads import HeadSettings, ProjectionHead
+from massl.nn.prototypes import Centre, Prototypes, PrototypeSettings
+from massl.ops.prototype_attention import prototype_loss
+from massl.ops.prototype_use import prototype_use
+from massl.ops.spectrum import embedding_spread
+
+
+class SlowTeacherSettings(TeacherSettings):
+    momentum: float = Field(default=0.996, ge=0.0, le=1.0, description="EMA momentum at the first step; rises to 1 along a cosine")
+
+
+class SelfDistillationSettings(MethodSettings):
+    student_temperature: float = Field(default=0.1, gt=0.0, description="temperature of the student's softmax over prototypes")
+    teacher: SlowTeacherSettings = SlowTeacherSettings()
+    head: HeadSettings = HeadSettings()
+    prototypes: PrototypeSettings = PrototypeSettings()
+
+    def ramps(self) -> dict[str, Ramp]:
+        return self.teacher.ramps()
+
+
+class SelfDistillation(Method):
+    """Student, teacher, the prototypes of each, and the centre of the teacher's choices."""
+
+    def __init__(self, settings: SelfDistillationSettings, backbone: BackboneSettings, *, seed: int) -> None:
+        super().__init__()
+        self.settings = settings
+        self.seed = seed
+        self.has_drop_path = backbone.drop_path_rate > 0.0
+        self.student = self._encoder(backbone, drop_path_rate=backbone.drop_path_rate)
+        self.teacher = self._encoder(backbone, drop_path_rate=0.0).requires_grad_(False)
+        self.student_prototypes = self._prototypes()
+        self.teacher_prototypes = self._prototypes().requires_grad_(False)
+        self.centre = Centre(settings.prototypes)
+
+    def _encoder(self, backbone_settings: BackboneSettings, *, drop_path_rate: float) -> Encoder:
+        backbone = build_backbone(backbone_settings, seed=self.seed, drop_path_rate=drop_path_rate)
+        return Encoder(backbone, seeded(self.seed, "head", lambda: ProjectionHead(backbone.dim, self.settings.head)))
+
+    def _prototypes(self) -> Prototypes:
+        return seeded(self.seed, "prototypes", lambda: Prototypes(self.settings.head.out_dim, self.settings.prototypes))
+
+    def imitation_loss(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        centre: Centre,
+        hyper: StepHyper,
+        *,
+        pair_weights: Tensor,
+        row_weights: Tensor | None = None,
+    ) -> Tensor:  # [V, N, D], [G, N, D], [V, G], [N] -> []
+        """Cross-entropies between the teacher's choices of prototypes, centred and sharpened, and the student's; a weighted sum."""
+        return prototype_loss(
+            student,
+            teacher,
+            self.student_prototypes(),
+            self.teacher_prototypes(),
+            centre.value,
+            student_temperature=self.settings.student_temperature,
+            teacher_temperature=hyper.teacher_temperature,
+            pair_weights=pair_weights,
+            row_weights=row_weights,
+            operand_dtype=autocast_dtype(student.device.type),
+        )
+
+    def move_teacher(self, hyper: StepHyper) -> None:
+        """Teacher and its prototypes towards the student's."""
+        move_towards(self.teacher, self.student, momentum=hyper.momentum)
+        move_towards(self.teacher_prototypes, self.student_prototypes, momentum=hyper.momentum)
+
+    def frozen(self, epoch: int) -> Sequence[nn.Parameter]:
+        return list(self.student_prototypes.parameters()) if epoch < self.settings.prototypes.frozen_epochs else []
+
+    def backbone_to_evaluate(self) -> Backbone:
+        return self.teacher.backbone
+
+    @torch.no_grad()
+    def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:
+        embeddings = self.teacher.head(features)
+        temperature = float(hyper.teacher_temperature)
+        use = prototype_use(embeddings, self.teacher_prototypes(), self.centre.value, temperature=temperature)
+        return {
+            "embedding_spread": embedding_spread(embeddings),
+            "teacher_entropy": use.entropy,
+            "prototype_entropy": use.entropy_of_mean,
+            "prototype_winner_share": use.winner_share,
+        }
+
+    def collapse_signs(self, metrics: Mapping[str, float]) -> list[str]:
+        return prototype_collapse_signs(metrics, num_prototypes=self.settings.prototypes.num_prototypes)
+
+    def cautions(self, plan: TrainingPlan) -> list[str]:
+        return caution_on_prototypes(plan, self.settings.prototypes.num_prototypes)
+
+
+def prototype_collapse_signs(metrics: Mapping[str, float], *, num_prototypes: int) -> list[str]:
+    """The two ways in which a teacher that chooses among prototypes fails (Caron et al., 2021, section 5.3), and equal embeddings."""
+    signs = []
+    most = math.log(num_prototypes)
+    # 0.5 % below ln K: random unit vectors under a temperature of 0.04 in 256 dimensions are 11 % below.
+    if (entropy := metrics["teacher_entropy"]) > 0.995 * most:
+        of_most = f"{entropy:.3f} of ln {num_prototypes:,} = {most:.3f} nats"
+        signs.append(f"the teacher gives all prototypes the same share (entropy {of_most})")
+    if (entropy := metrics["prototype_entropy"]) < 0.05:
+        signs.append(f"the teacher chooses one prototype for all images (entropy of its mean choice {entropy:.3f} nats)")
+    if metrics["embedding_spread"] < 0.02:
+        signs.append(f"all embeddings are nearly the same vector (spread {metrics['embedding_spread']:.4f} of 1)")
+    return signs
+
+
+def caution_on_prototypes(plan: TrainingPlan, num_prototypes: int) -> list[str]:
+    if num_prototypes <= plan.num_images:
+        return []
+    return [
+        f"there are more prototypes (method.prototypes.num_prototypes = {num_prototypes:,}) than images ({plan.num_images:,}): "
+        "each image can have its own, and nothing needs to be grouped. Lower it below the number of images."
+    ]
