@@ -10,6 +10,8 @@ import tyro
 from pydantic import Field, ValidationError, create_model
 from safetensors import SafetensorError
 
+from massl.commands.ablate import AblateSettings, run_ablation
+from massl.commands.compare import CompareSettings, run_comparison
 from massl.commands.embed import EmbedSettings, run_embedding
 from massl.commands.evaluate import run_evaluation
 from massl.commands.evaluation_settings import EvaluateSettings
@@ -24,6 +26,8 @@ _USAGE = """usage: massl COMMAND [options]
   evaluate    judge a model by the paper's protocols
   embed       write a model's features of your images to a file
   visualize   draw attention maps, correspondences or nearest neighbours
+  compare     put runs or methods side by side: accuracy, time, memory
+  ablate      repeat the paper's ablations: memory size, block size, block sampling
   recipes     list the recipes that come with massl
 
 massl COMMAND --help explains a command's options."""
@@ -97,12 +101,35 @@ _VISUALIZE_HELP = """Draw what a model sees, as the paper shows it.
 massl visualize runs/a attention --data photos/ --out figures"""
 
 
+_COMPARE_HELP = """Put runs side by side: k-NN accuracy, time and memory.
+
+massl compare --runs runs/a runs/b --out comparison
+massl compare --methods massl,dino,ibot --recipe demo --output runs/compare
+massl compare --recipes massl-tiny,dino-tiny --data.source photos/ --set trainer.epochs=20 --output runs/compare
+
+The last two train first, each into a folder of its own below --output; the same command again continues. Table, commands and figure go to
+comparison.md, .json, .png and .svg."""
+
+_ABLATE_HELP = """Repeat one of the paper's ablations on your images.
+
+massl ablate memory-size --recipe massl-cifar --data.source photos/ --output runs/ablation
+massl ablate block-size --recipe massl-cifar --data.source photos/ --values 512 2048 8192 --seeds 0 1 2 --output runs/ablation
+massl ablate block-sampling --recipe demo --set trainer.epochs=6 --output runs/ablation
+
+Each value is a run in a folder of its own; the same command again continues. Table, trend and figure, with the paper's values beside, go
+to OUTPUT/KIND/ablation.md, .json, .png and .svg."""
+
+
 class _EvaluateArguments(EvaluateSettings):
     model: tyro.conf.Positional[str] = Field(description=_MODEL)
 
 
 class _EmbedArguments(EmbedSettings):
     model: tyro.conf.Positional[str] = Field(description=_MODEL)
+
+
+class _AblateArguments(AblateSettings):
+    kind: tyro.conf.Positional[Literal["memory-size", "block-size", "block-sampling"]] = Field(description="what is varied")
 
 
 class _VisualizeArguments(VisualizeSettings):
@@ -165,6 +192,15 @@ def parse_visualize(arguments: Sequence[str]) -> tuple[str, str, VisualizeSettin
     return parsed.model, parsed.kind, parsed
 
 
+def parse_compare(arguments: Sequence[str]) -> CompareSettings:
+    return _parse(CompareSettings, "compare", _COMPARE_HELP, arguments)
+
+
+def parse_ablate(arguments: Sequence[str]) -> tuple[str, AblateSettings]:
+    parsed = _parse(_AblateArguments, "ablate", _ABLATE_HELP, arguments)
+    return parsed.kind, parsed
+
+
 def _evaluate(arguments: Sequence[str]) -> int:
     result = run_evaluation(*parse_evaluate(arguments))
     return 1 if result.failed or not result.rows else 0
@@ -181,6 +217,20 @@ def _visualize(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _compare(arguments: Sequence[str]) -> int:
+    result = run_comparison(parse_compare(arguments))
+    return _status(result.signal_number, failed=bool(result.failed))
+
+
+def _ablate(arguments: Sequence[str]) -> int:
+    result = run_ablation(*parse_ablate(arguments))
+    return _status(result.signal_number, failed=bool(result.failed))
+
+
+def _status(signal_number: int | None, *, failed: bool) -> int:
+    return int(failed) if signal_number is None else 128 + signal_number
+
+
 def _recipes(arguments: Sequence[str]) -> int:
     if arguments:
         print("usage: massl recipes\n\nLists the recipes that come with massl: name, then command, hardware and expected result.")
@@ -195,6 +245,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "evaluate": _evaluate,
     "embed": _embed,
     "visualize": _visualize,
+    "compare": _compare,
+    "ablate": _ablate,
     "recipes": _recipes,
 }
 

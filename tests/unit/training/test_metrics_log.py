@@ -78,5 +78,5 @@ def test_tensorboard_shows_the_same_values_and_none_of_those_a_resumed_run_dropp
     assert [(event.step, pytest.approx(event.value)) for event in events.Scalars("loss")] == [(5, 0.5), (10, 1.0), (15, 1.5), (20, 2.0)]
 
 
-def test_only_the_speed_of_the_machine_may_differ_between_two_runs() -> None:
-    assert frozenset({"images_per_second"}) == TIMING_KEYS
+def test_only_time_and_memory_may_differ_between_two_runs() -> None:
+    assert frozenset({"images_per_second", "peak_memory_gib"}) == TIMING_KEYS
