@@ -56,6 +56,10 @@ def test_run_folder_holds_recipe_environment_metrics_and_backbone(recipe: Path, 
     assert all(row["images_per_second"] > 0 for row in rows[1:])
     assert rows[0]["loss"] == rows[1]["loss"]  # both of the first batch before any training
 
+    (run / "environment.json").write_text("elsewhere")  # a finished run that is asked for again keeps the machine that made it
+    assert massl.pretrain(recipe=recipe, data=archive, output=run, overrides=overrides).finished
+    assert (run / "environment.json").read_text() == "elsewhere"
+
     # Checkpoints every 5 steps and after each epoch of 6; the last two and those of whole epochs stay.
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{step:09d}.pt" for step in (6, 12, 15, 18)]
 

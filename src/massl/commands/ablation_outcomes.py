@@ -12,7 +12,7 @@ from massl.commands.evaluate import evaluate
 from massl.commands.methods import METHODS
 from massl.commands.recipe import PretrainRecipe
 from massl.config import RecipeError
-from massl.data.sources import DataError, open_source
+from massl.data.sources import DataError, ImageSource, open_source
 from massl.reports.ablations import COMPARED_NEIGHBOURS, RunOutcome
 from massl.reports.training_curves import CurveError, read_run
 from massl.training.metrics_log import read_metrics
@@ -34,22 +34,29 @@ class Yardstick:
 def choose_yardstick(recipe: PretrainRecipe, *, train: str | None, test: str | None) -> Yardstick:
     """Refuses images without labels: nothing could be said about the runs after they were trained."""
     if train is not None and test is not None:
-        for uri in (train, test):
-            _num_classes(uri)
-        return Yardstick(
-            train=train, test=test, num_classes=_num_classes(test), measured=f"protocol knn, k={COMPARED_NEIGHBOURS}, {test} among {train}"
-        )
-    if recipe.probes.every_epochs == 0:
+        _labelled(train)
+        source = _labelled(test)
+        measured = f"protocol knn, k={COMPARED_NEIGHBOURS}, the {len(source):,} images of {test} among {train}"
+        return Yardstick(train=train, test=test, num_classes=_num_classes(source), measured=measured)
+    probes = recipe.probes
+    if probes.every_epochs == 0:
         raise RecipeError("probes.every_epochs is 0, so nothing would be measured; raise it, or name labelled images by --train and --test")
-    num_classes = _num_classes(recipe.probes.database or recipe.data.source)
-    return Yardstick(train=None, test=None, num_classes=num_classes, measured=f"last probe, k={recipe.probes.num_neighbours}")
+    database = _labelled(probes.database or recipe.data.source)
+    num_there = len(open_source(probes.queries)) if probes.queries else len(database) // 2  # queries are held out of the database
+    measured = f"last probe, k={probes.num_neighbours}, {min(probes.max_queries, num_there):,} images"
+    return Yardstick(train=None, test=None, num_classes=_num_classes(database), measured=measured)
 
 
-def _num_classes(uri: str) -> int:
-    class_names = open_source(uri).class_names
-    if class_names is None:
+def _labelled(uri: str) -> ImageSource:
+    source = open_source(uri)
+    if source.class_names is None:
         raise DataError(f"{uri} has no labels, which k-NN needs; name labelled images by --train and --test (class folders, for example)")
-    return len(class_names)
+    return source
+
+
+def _num_classes(source: ImageSource) -> int:
+    assert source.class_names is not None
+    return len(source.class_names)
 
 
 def planned_outcome(run: PlannedRun) -> RunOutcome:

@@ -127,7 +127,8 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
     )
     for caution in method.cautions(plan):
         warn(caution)
-    if distributed.is_main():
+    is_finished = max(trainer.store.steps(), default=0) >= trainer.end_step
+    if distributed.is_main() and not is_finished:  # a finished run keeps the name of the machine that made it
         folder.write_json("environment.json", describe_environment(device))
     result = trainer.fit()
     _summarise(recipe, result, trainer, probe, folder, console)

@@ -24,6 +24,7 @@ _TEXT_POINTS, _SMALL_POINTS = 9.0, 7.5
 _LEAST_SPAN = 4.0  # points on the vertical axis: less would make noise look like a finding
 _PAPER_CHANCE = 0.1  # percent: of ImageNet's 1,000 classes
 _TITLE_CHARACTERS = 85  # of a line above a panel
+_CLOSE = 0.1  # of the height of a panel: nearer points leave no room between them for a number
 _HEADROOM = 0.2  # of the span, above and below the curves: room for their numbers
 
 
@@ -51,6 +52,7 @@ def ablation_figure(report: AblationReport, *, ours: str) -> Figure:
         axes.set_ylim(_limits(curves, span))
         for curve in curves:
             _draw(axes, curve)
+        _write_numbers(axes, curves)
         _dress(axes, report.ablation.symbol, default)
     _set_values(left, [point.value for point in report.points])
     _set_values(right, [point.value for point in paper_points(report.kind)])
@@ -133,8 +135,18 @@ def _draw(axes: Axes, curve: _Curve) -> None:
             label=f"{curve.label}{', collapsed' if is_collapsed else ''}" if chosen else None,
             zorder=3,
         )
-    for value, accuracy, deviation in zip(curve.values, curve.accuracies, curve.deviations, strict=True):
-        _label(axes, f"{accuracy:.1f}", (value, accuracy + deviation), offset=(0, 6))
+
+
+def _write_numbers(axes: Axes, curves: Sequence[_Curve]) -> None:
+    """Above their points; below where another curve runs close above."""
+    low, high = axes.get_ylim()
+    for curve in curves:
+        for value, accuracy, deviation in zip(curve.values, curve.accuracies, curve.deviations, strict=True):
+            gaps = [other.accuracies[other.values.index(value)] - accuracy for other in curves if value in other.values]
+            if any(0.0 < gap < _CLOSE * (high - low) for gap in gaps):
+                _label(axes, f"{accuracy:.1f}", (value, accuracy - deviation), offset=(0, -15))
+            else:
+                _label(axes, f"{accuracy:.1f}", (value, accuracy + deviation), offset=(0, 6))
 
 
 def _label(

@@ -35,7 +35,7 @@ _UNKNOWN = "–"
 _HOW_IT_IS_COUNTED = (
     "Minutes are those of training until the last probe, times the number of processes. Reading images, recording or compiling the first "
     "steps, and checkpoints count; probes do not. Images a second: the median over the rows of metrics.jsonl but the first. GiB: the most "
-    "that was allocated on one GPU, by probes too. k-NN: the run's own probe, in percent; the best is chosen by what it shows, so it flatters."
+    "that was allocated on one GPU, by probes too. k-NN: the probe, in percent; the best is chosen by what it shows: it flatters."
 )
 _ABOUT_THE_PAPER = (
     "Other data, networks and machines: compare the ratios, not the figures. The paper's k-NN is measured on all of ImageNet, its memory "

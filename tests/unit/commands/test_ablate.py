@@ -181,7 +181,7 @@ class _OtherSettings(MethodSettings):
 
 
 def test_recipes_of_other_methods_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    other = load_recipe("massl-cifar", {"data.source": SOURCE}).model_copy(update={"method": _OtherSettings()})
+    other = load_recipe("massl-cifar").model_copy(update={"method": _OtherSettings()})
     monkeypatch.setattr(ablate_module, "load_recipe", lambda *_: other)
     with pytest.raises(RecipeError, match="vary the memory of massl, but this recipe trains other"):
         ablate("memory-size", recipe="massl-cifar", output=tmp_path / "out")
@@ -201,8 +201,21 @@ def unlabelled(tmp_path: Path) -> str:
 def test_images_named_for_the_protocol_are_the_yardstick() -> None:
     recipe = load_recipe("demo", {"probes.every_epochs": 0})
     yardstick = choose_yardstick(recipe, train=SOURCE, test="demo:test")
-    assert (yardstick.num_classes, yardstick.measured) == (10, "protocol knn, k=20, demo:test among demo:train")
-    assert choose_yardstick(load_recipe("demo"), train=None, test=None).measured == "last probe, k=20"
+    assert (yardstick.num_classes, yardstick.measured) == (10, "protocol knn, k=20, the 2,000 images of demo:test among demo:train")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_queries"),
+    [
+        ({}, 2_000),
+        ({"probes.max_queries": 300}, 300),
+        ({"probes.max_queries": 9_000}, 2_000),  # all of demo:test
+        ({"probes.max_queries": 9_000, "probes.queries": ""}, 4_000),  # half of demo:train is held out
+    ],
+)
+def test_the_probe_is_named_with_the_number_of_its_queries(overrides: dict[str, Any], num_queries: int) -> None:
+    yardstick = choose_yardstick(load_recipe("demo", overrides), train=None, test=None)
+    assert yardstick.measured == f"last probe, k=20, {num_queries:,} images"
 
 
 # ---- running -------------------------------------------------------------------------------------------------------------------------

@@ -371,6 +371,12 @@ def test_two_strategies_have_two_curves_that_differ_in_colour_and_marker() -> No
     assert left.get_ylim()[0] > -10
 
 
+def test_numbers_stand_above_their_points_and_below_where_another_curve_is_close_above() -> None:
+    left, _ = panels(report({128: 50.0, 256: 55.0, 512: 40.0}, kind="block-sampling", blockwise={128: 49.0, 256: 10.0, 512: 41.0}))
+    is_above = {text.get_text(): text.get_position()[1] > 0 for text in left.texts if text.get_text()[0].isdigit()}
+    assert is_above == {"50.0": True, "55.0": True, "40.0": False, "49.0": False, "10.0": True, "41.0": True}
+
+
 def test_collapsed_points_are_hollow() -> None:
     runs = [outcome(128), outcome(256, 10.0, collapse_signs=("rank 1.0",))]
     left, _ = panels(report_of("block-size", runs, default=4096, measured="last probe", num_classes=10))
