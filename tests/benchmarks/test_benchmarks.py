@@ -57,7 +57,7 @@ def printed_cases(capsys: pytest.CaptureFixture[str]) -> list[dict[str, float | 
 def test_step_prints_one_case_per_batch_size(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     programs["step"].main([*TINY_TRAINING, "--batch", "2", "4"])
     cases = printed_cases(capsys)
-    assert [case["case"] for case in cases] == ["vit_tiny_patch16_224 N=2 plain", "vit_tiny_patch16_224 N=4 plain"]
+    assert [case["case"] for case in cases] == ["massl vit_tiny_patch16_224 N=2 plain", "massl vit_tiny_patch16_224 N=4 plain"]
     assert all(case["percent_of_matrix_rate"] > case["percent_of_matrix_rate_needed"] > 0 for case in cases)
 
 

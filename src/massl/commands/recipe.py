@@ -4,7 +4,7 @@ A recipe file may say what changes with the method, so that one word on the comm
 
     method: {name: massl, ...}
     with_method:
-      dino: {method: {num_prototypes: 4096}, optimizer: {warmup_epochs: 2}}
+      dino: {method: {prototypes: {num_prototypes: 4096}}, optimizer: {warmup_epochs: 2}}
 
 With `method.name` dino the section `method` is replaced by the one given there, the others are merged over the file's own.
 """
