@@ -108,7 +108,7 @@ def test_option_that_timm_does_not_know_is_refused(massl_here: Any, recipe: Path
 
 def test_unknown_recipe_lists_the_shipped_ones_and_suggests(massl_here: Any, tmp_path: Path) -> None:
     answer = massl_here("pretrain", "--recipe", "massl-vits-16", "--output", tmp_path / "run")
-    _assert_refused(answer, "no recipe 'massl-vits-16'", "demo, massl-cifar, massl-vitb16, massl-vits16", "Did you mean 'massl-vits16'?")
+    _assert_refused(answer, "no recipe 'massl-vits-16'", "demo, dino-cifar", "massl-vitb16, massl-vits16", "Did you mean 'massl-vits16'?")
 
 
 def test_recipe_file_with_unknown_key_or_wrong_value_is_refused(massl_here: Any, tmp_path: Path) -> None:
