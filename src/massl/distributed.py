@@ -51,8 +51,9 @@ def gather_rows(rows: Tensor) -> Tensor:  # [n, ...] on each rank -> [n * world_
     """The rows of all ranks, one below the other; no gradient. Every rank must bring the same number."""
     if world_size() == 1:
         return rows
+    rows = rows.contiguous()  # and so what is made like it: collectives know nothing of strides
     gathered = [torch.empty_like(rows) for _ in range(world_size())]
-    dist.all_gather(gathered, rows.contiguous())
+    dist.all_gather(gathered, rows)
     return torch.cat(gathered)
 
 
@@ -119,10 +120,18 @@ def data_parallel(module: nn.Module, device: torch.device) -> nn.Module:
     """
     if world_size() == 1:
         return module
-    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(module) if device.type == "cuda" else module  # type: ignore[no-untyped-call]
+    synchronised = synchronise_batch_norms(module) if device.type == "cuda" else module
     parallel = DistributedDataParallel(synchronised, device_ids=[device.index] if device.type == "cuda" else None)
     parallel.broadcast_buffers = False  # set afterwards: torch 2.15 warns of the argument, and before it there is no other
     return parallel
+
+
+def synchronise_batch_norms(module: nn.Module) -> nn.Module:
+    """Batch norms that share their statistics over ranks. By timm: torch's own conversion would drop the activations that timm's carry."""
+    from timm.layers.norm_act import convert_sync_batchnorm
+
+    converted: nn.Module = convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+    return converted
 
 
 def without_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ class MemorySettings(Settings):
     block_size: int = Field(default=16_384, gt=0, description="N_b: rows per block; K // N_b blocks are drawn each step")
     random_blocks: bool = Field(
         default=True,
-        description="cut the memory along a new permutation each step; False cuts it in storage order, an ablation that collapsed in the paper",
+        description="cut the memory along a new permutation each step; False: in storage order, an ablation that collapsed in the paper",
     )
 
     @model_validator(mode="after")
@@ -78,7 +78,7 @@ class MemoryBank(nn.Module):
         return self._rows_as(order, dtype).reshape(num_blocks, block_size, -1)
 
     def storage_blocks(self, block_size: int, dtype: torch.dtype = torch.float32) -> Tensor:  # -> [num_rows // block_size, block_size, dim]
-        """Contiguous slices of the ring ("blockwise" in the paper's ablation): rows of one batch stay together, which collapsed in the paper."""
+        """Contiguous slices of the ring ("blockwise", which collapsed in the paper's ablation): rows of one batch stay together."""
         num_blocks = self._num_blocks(block_size)
         return self.rows[: num_blocks * block_size].to(dtype, copy=True).reshape(num_blocks, block_size, -1)
 

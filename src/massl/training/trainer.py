@@ -1,6 +1,7 @@
 """The training loop: one straight line per step, the same in one process and in many, resumable at any step."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +12,7 @@ from massl import distributed
 from massl.config import MasslError, RecipeError, Settings
 from massl.data.loader import ImageBatch, Loader
 from massl.data.views import ViewBatch, ViewSettings, make_views
-from massl.methods.base import Method, StepHyper, StepOutput
+from massl.methods.base import Method, StepHyper, StepOutput, combine
 from massl.training.checkpoint import CheckpointStore
 from massl.training.graphed_step import GraphedStep
 from massl.training.loss_watch import LossWatch, NonFiniteLoss
@@ -175,12 +176,13 @@ class Trainer:
         return FitResult(step=self.end_step, finished=True, signal_number=None)
 
     def _update(self, images: ImageBatch, hyper: StepHyper) -> StepOutput:
-        num_parts = self.settings.accumulation_steps
-        part_size = len(images.indices) // num_parts
-        parts = (self._views(images.slice(start, start + part_size), hyper) for start in range(0, len(images.indices), part_size))
-        output = self.step(parts, hyper, num_parts=num_parts)
+        output = self.step(self._parts(images, hyper), hyper, num_parts=self.settings.accumulation_steps)
         self.watch.push(int(hyper.step), output.loss, images.indices)
         return output
+
+    def _parts(self, images: ImageBatch, hyper: StepHyper) -> Iterator[ViewBatch]:
+        size = len(images.indices) // self.settings.accumulation_steps
+        return (self._views(images.slice(start, start + size), hyper) for start in range(0, len(images.indices), size))
 
     def _views(self, images: ImageBatch, hyper: StepHyper) -> ViewBatch:
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
@@ -215,10 +217,9 @@ class Trainer:
 
     def _log_start(self, display: ProgressDisplay, log: MetricsLog | None) -> None:
         """The row of step 0: loss of the first batch and a probe, both before any training."""
-        hyper = self.schedules.at(0)
-        images = self.loader.at(0)
+        hyper, images = self.schedules.at(0), self.loader.at(0)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            output = self.step.forward(self._views(images, hyper), hyper)
+            output = combine([self.step.forward(views, hyper) for views in self._parts(images, hyper)])
         self.watch.push(0, output.loss, images.indices)
         self._log(display, log, output, hyper, 0, images_per_second=0.0, probe=self.probe is not None)
 

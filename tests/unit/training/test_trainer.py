@@ -257,3 +257,11 @@ def test_views_carry_the_labels_of_their_images(tmp_path: Path) -> None:
     images = run.loader.at(0)
     assert torch.equal(run._views(images, run.schedules.at(0)).labels, images.labels)
     run.loader.close()
+
+
+def test_the_first_row_is_made_of_the_same_parts_as_every_step(tmp_path: Path) -> None:
+    run = trainer(tmp_path, trainer__accumulation_steps=2)
+    sizes = []
+    run.method.register_forward_pre_hook(lambda _, given: sizes.append(given[0].global_views.shape[1]))
+    run.fit()
+    assert sizes == [4] * 2 * (1 + run.end_step)
