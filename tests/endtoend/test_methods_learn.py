@@ -60,6 +60,7 @@ def test_a_method_learns_what_noise_hides(name: str, sources: dict[str, str], tm
     start, end = (row for row in result.metrics if "knn_top1" in row)
     assert end["step"] == 20 * overrides["trainer.epochs"]
     # Measured with three seeds: from 62 - 78 % to 92 - 100 %, by 22 points or more; by less than 1 where nothing is learnt.
+    # Images and settings were chosen among some 20 by these same seeds (0, 1, 2), so the margin flatters; no other seed was tried.
     assert end["knn_top1"] >= start["knn_top1"] + 12.0
     # A wrong sign may still give good features (a predictor can undo it, and to avoid a target one must know it), but not this loss: it is
     # negative, or 1.9 times that of the start and more. Right ones end at 0.3 to 1.2 of it: an untrained iBOT's is low, all images alike.
