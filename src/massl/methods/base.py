@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from massl import keyed_random
 from massl.config import Settings
 from massl.data.views import ViewBatch, ViewSettings
-from massl.nn.backbone import Backbone
+from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
+from massl.nn.encoder import Encoder
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
@@ -176,6 +177,18 @@ def caution_on_parts(plan: TrainingPlan, name: str, what: str) -> list[str]:
         return []
     parts = f"each of the {plan.num_parts} parts of a batch"
     return [f"{name} takes {what} from {parts} on its own: with trainer.accumulation_steps 1 the result would be another"]
+
+
+def student_and_teacher(
+    backbone: BackboneSettings, build_head: Callable[[int], nn.Module], *, seed: int
+) -> tuple[Encoder, Encoder]:  # build_head: dimension of the features -> head
+    """An encoder that is trained, and one of the same initial weights that follows it, without gradients and stochastic depth."""
+
+    def encoder(drop_path_rate: float) -> Encoder:
+        network = build_backbone(backbone, seed=seed, drop_path_rate=drop_path_rate)
+        return Encoder(network, seeded(seed, "head", lambda: build_head(network.dim)))
+
+    return encoder(backbone.drop_path_rate), encoder(0.0).requires_grad_(False)
 
 
 def autocast_dtype(device_type: str, otherwise: torch.dtype = torch.float32) -> torch.dtype:

@@ -36,12 +36,12 @@ from massl.methods.base import (
     autocast_dtype,
     caution_on_parts,
     seeded,
+    student_and_teacher,
 )
 from massl.methods.self_distillation import caution_on_prototypes, prototype_collapse_signs
-from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
+from massl.nn.backbone import Backbone, BackboneSettings
 from massl.nn.batch_norm_head import BatchNormHead
 from massl.nn.ema import move_towards
-from massl.nn.encoder import Encoder
 from massl.nn.heads import HeadSettings
 from massl.nn.prototypes import Prototypes, PrototypeSettings
 from massl.ops.partition_loss import imbalance, partition_terms
@@ -79,14 +79,9 @@ class CARP(Method):
         self.settings = settings
         self.seed = seed
         self.has_drop_path = backbone.drop_path_rate > 0.0
-        self.student = self._encoder(backbone, drop_path_rate=backbone.drop_path_rate)
-        self.teacher = self._encoder(backbone, drop_path_rate=0.0).requires_grad_(False)
+        self.student, self.teacher = student_and_teacher(backbone, lambda dim: BatchNormHead(dim, settings.head), seed=seed)
         self.student_prototypes = self._prototypes()
         self.teacher_prototypes = self._prototypes().requires_grad_(False)
-
-    def _encoder(self, backbone_settings: BackboneSettings, *, drop_path_rate: float) -> Encoder:
-        backbone = build_backbone(backbone_settings, seed=self.seed, drop_path_rate=drop_path_rate)
-        return Encoder(backbone, seeded(self.seed, "head", lambda: BatchNormHead(backbone.dim, self.settings.head)))
 
     def _prototypes(self) -> Prototypes:
         settings = PrototypeSettings(num_prototypes=self.settings.prototypes.num_prototypes, unit_length=True)

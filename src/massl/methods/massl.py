@@ -29,11 +29,10 @@ from massl.methods.base import (
     TeacherSettings,
     TrainingPlan,
     autocast_dtype,
-    seeded,
+    student_and_teacher,
 )
-from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
+from massl.nn.backbone import Backbone, BackboneSettings
 from massl.nn.ema import move_towards
-from massl.nn.encoder import Encoder
 from massl.nn.heads import HeadSettings, ProjectionHead
 from massl.nn.memory import MemoryBank, MemorySettings
 from massl.ops.memory_attention import block_entropy, memory_loss
@@ -61,13 +60,8 @@ class MaSSL(Method):
         self.settings = settings
         self.seed = seed
         self.has_drop_path = backbone.drop_path_rate > 0.0
-        self.student = self._encoder(backbone, drop_path_rate=backbone.drop_path_rate)
-        self.teacher = self._encoder(backbone, drop_path_rate=0.0).requires_grad_(False)
+        self.student, self.teacher = student_and_teacher(backbone, lambda dim: ProjectionHead(dim, settings.head), seed=seed)
         self.memory = MemoryBank(settings.memory.num_rows, settings.head.out_dim, seed=seed)
-
-    def _encoder(self, backbone_settings: BackboneSettings, *, drop_path_rate: float) -> Encoder:
-        backbone = build_backbone(backbone_settings, seed=self.seed, drop_path_rate=drop_path_rate)
-        return Encoder(backbone, seeded(self.seed, "head", lambda: ProjectionHead(backbone.dim, self.settings.head)))
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
         student = self.student(views.groups(), self.drop_path_keys(views, hyper, num_views=views.num_views))

@@ -7,10 +7,19 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from massl.methods.base import Method, MethodSettings, Ramp, StepHyper, TeacherSettings, TrainingPlan, autocast_dtype, seeded
-from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
+from massl.methods.base import (
+    Method,
+    MethodSettings,
+    Ramp,
+    StepHyper,
+    TeacherSettings,
+    TrainingPlan,
+    autocast_dtype,
+    seeded,
+    student_and_teacher,
+)
+from massl.nn.backbone import Backbone, BackboneSettings
 from massl.nn.ema import move_towards
-from massl.nn.encoder import Encoder
 from massl.nn.heads import HeadSettings, ProjectionHead
 from massl.nn.prototypes import Centre, Prototypes, PrototypeSettings
 from massl.ops.prototype_attention import prototype_loss
@@ -40,15 +49,10 @@ class SelfDistillation(Method):
         self.settings = settings
         self.seed = seed
         self.has_drop_path = backbone.drop_path_rate > 0.0
-        self.student = self._encoder(backbone, drop_path_rate=backbone.drop_path_rate)
-        self.teacher = self._encoder(backbone, drop_path_rate=0.0).requires_grad_(False)
+        self.student, self.teacher = student_and_teacher(backbone, lambda dim: ProjectionHead(dim, settings.head), seed=seed)
         self.student_prototypes = self._prototypes()
         self.teacher_prototypes = self._prototypes().requires_grad_(False)
         self.centre = Centre(settings.prototypes)
-
-    def _encoder(self, backbone_settings: BackboneSettings, *, drop_path_rate: float) -> Encoder:
-        backbone = build_backbone(backbone_settings, seed=self.seed, drop_path_rate=drop_path_rate)
-        return Encoder(backbone, seeded(self.seed, "head", lambda: ProjectionHead(backbone.dim, self.settings.head)))
 
     def _prototypes(self) -> Prototypes:
         return seeded(self.seed, "prototypes", lambda: Prototypes(self.settings.head.out_dim, self.settings.prototypes))
