@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper, TeacherSettings
-from massl.methods.massl import MaSSL, MaSSLSettings
+from massl.methods.massl import MaSSL, MaSSLHeadSettings, MaSSLSettings
 from massl.nn.backbone import BackboneSettings
-from massl.nn.heads import HeadSettings
 from massl.nn.memory import MemoryBank, MemorySettings
 from massl.training import optimizer as optimizer_module
-from massl.training.optimizer import OptimizerSettings, build_optimizer, clip_each_gradient
+from massl.training.gradient_clip import clip_each_gradient
+from massl.training.optimizer import OptimizerSettings, build_optimizer
 from massl.training.schedules import Schedules
 from massl.training.step import TrainingStep
 
@@ -85,7 +85,7 @@ def recorded_method(schedules: Schedules) -> MaSSL:
     settings = MaSSLSettings(
         student_temperature=SETTINGS["student_temperature"],
         teacher=recorded_teacher(),
-        head=HeadSettings(hidden_dim=SETTINGS["head"]["hidden_dim"], out_dim=SETTINGS["head"]["bottleneck_dim"]),
+        head=MaSSLHeadSettings(hidden_dim=SETTINGS["head"]["hidden_dim"], out_dim=SETTINGS["head"]["bottleneck_dim"]),
         memory=MemorySettings(num_rows=SETTINGS["memory_rows"], block_size=SETTINGS["block_size"]),
     )
     method = MaSSL(settings, BACKBONE, seed=0)

@@ -21,11 +21,12 @@ from massl.data.reading import label_number
 from massl.data.sources import ImageSource, open_source
 from massl.methods.base import Method, TrainingPlan
 from massl.training.environment import describe_environment
+from massl.training.kernels import Kernels
 from massl.training.metrics_log import read_metrics
 from massl.training.probes import Probe
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
-from massl.training.trainer import FitResult, Kernels, Trainer
+from massl.training.trainer import FitResult, Trainer
 
 
 @dataclass(frozen=True, kw_only=True)

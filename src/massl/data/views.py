@@ -34,6 +34,8 @@ class ViewSettings(Settings):
     saturation: float = Field(0.2, ge=0, description="jitter: factor drawn from 1 - x to 1 + x")
     hue: float = Field(0.1, ge=0, le=0.5, description="jitter: turn of the colour wheel drawn from -x to x")
     grey_probability: float = Field(0.2, ge=0, le=1, description="how often a view loses its colour")
+    global_jitter_probability: float | None = Field(None, ge=0, le=1, description="jitter of global views; default: jitter_probability")
+    global_grey_probability: float | None = Field(None, ge=0, le=1, description="grey global views; default: grey_probability")
     first_global_blur_probability: float = Field(1.0, ge=0, le=1, description="how often the first global view is blurred")
     second_global_blur_probability: float = Field(0.1, ge=0, le=1, description="how often each further global view is blurred")
     local_blur_probability: float = Field(0.5, ge=0, le=1, description="how often a local view is blurred")
@@ -96,19 +98,22 @@ class ViewParameters:
 
 def draw_parameters(settings: ViewSettings, sizes: Tensor, indices: Tensor, *, seed: int, epoch: int) -> ViewParameters:
     """Draw for images of `sizes` [B, 2] (height, width) and dataset numbers `indices` [B], both int64 on the CPU."""
-    first = [settings.first_global_blur_probability, 0.0]
-    further = [settings.second_global_blur_probability, settings.solarise_probability]
-    local = [settings.local_blur_probability, 0.0]
+    jitter_and_grey = [settings.jitter_probability, settings.grey_probability]
+    in_global = [settings.global_jitter_probability, settings.global_grey_probability]
+    colours = [own if own is not None else common for own, common in zip(in_global, jitter_and_grey, strict=True)]
+    first = [*colours, settings.first_global_blur_probability, 0.0]
+    further = [*colours, settings.second_global_blur_probability, settings.solarise_probability]
+    local = [*jitter_and_grey, settings.local_blur_probability, 0.0]
     per_view = torch.tensor([first, *[further] * (settings.num_global - 1), *[local] * settings.num_local])
-    blur_probability, solarise_probability = per_view.T[:, :, None]  # each [V, 1]
+    jitter_probability, grey_probability, blur_probability, solarise_probability = per_view.T[:, :, None]  # each [V, 1]
 
     def draw(purpose: str, num_draws: int) -> Tensor:  # -> [num_draws, V, B] float64 in [0, 1)
         views, pairs = torch.arange(settings.num_views)[:, None, None], torch.arange(num_draws // 2)
         words = bits(seed, purpose, epoch, indices[:, None], views, pairs).movedim(-1, 0)
         return torch.cat([words >> 31, words & 0x7FFFFFFF]) * 2.0**-31  # two numbers per key: hashing is most of the cost
 
-    flip, jitter, grey, blur, sigma, solarise, *colours = draw("view looks", 14)
-    strengths, turns = torch.split(torch.stack(colours, dim=-1), 4, dim=-1)  # each [V, B, 4]
+    flip, jitter, grey, blur, sigma, solarise, *changes = draw("view looks", 14)
+    strengths, turns = torch.split(torch.stack(changes, dim=-1), 4, dim=-1)  # each [V, B, 4]
     spreads = (settings.brightness, settings.contrast, settings.saturation)
     lowest = torch.tensor([*(max(0.0, 1 - spread) for spread in spreads), -settings.hue])
     highest = torch.tensor([*(1 + spread for spread in spreads), settings.hue])
@@ -116,10 +121,10 @@ def draw_parameters(settings: ViewSettings, sizes: Tensor, indices: Tensor, *, s
     return ViewParameters(
         boxes=_crop_boxes(settings, sizes, draw("view crops", 2 * _NUM_TRIES + 2)),
         flipped=flip < settings.flip_probability,
-        jittered=jitter < settings.jitter_probability,
+        jittered=jitter < jitter_probability,
         jitter_factors=(lowest + strengths * (highest - lowest)).float(),
         jitter_order=turns.argsort(-1),
-        greyed=grey < settings.grey_probability,
+        greyed=grey < grey_probability,
         blurred=blur < blur_probability,
         blur_sigmas=(low_sigma + sigma * (high_sigma - low_sigma)).float(),
         solarised=solarise < solarise_probability,

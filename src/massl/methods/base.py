@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 from pydantic import Field
@@ -101,7 +101,7 @@ class Method(nn.Module, ABC):
     It is built from its settings, those of the backbone and a seed: `METHODS[name](settings, backbone_settings, seed=seed)`.
     """
 
-    min_global_views: ClassVar[int] = 2
+    min_global_views: int = 2
 
     seed: int
     has_drop_path: bool

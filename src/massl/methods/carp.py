@@ -79,7 +79,9 @@ class CARP(Method):
         self.settings = settings
         self.seed = seed
         self.has_drop_path = backbone.drop_path_rate > 0.0
-        self.student, self.teacher = student_and_teacher(backbone, lambda dim: BatchNormHead(dim, settings.head), seed=seed)
+        self.student, self.teacher = student_and_teacher(
+            backbone, lambda dim: BatchNormHead(dim, settings.head, unit_length=False), seed=seed
+        )
         self.student_prototypes = self._prototypes()
         self.teacher_prototypes = self._prototypes().requires_grad_(False)
 

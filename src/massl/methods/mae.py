@@ -15,7 +15,7 @@ become targets, by at most 0.45 of one of an 8-bit image's 256 levels (where a p
 
 import functools
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -51,7 +51,7 @@ class MAESettings(MethodSettings):
 
 
 class MAE(Method):
-    min_global_views: ClassVar[int] = 1
+    min_global_views: int = 1
 
     def __init__(self, settings: MAESettings, backbone: BackboneSettings, *, seed: int) -> None:
         super().__init__()

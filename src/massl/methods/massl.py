@@ -16,9 +16,10 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from massl import distributed
+from massl.config import RecipeError
 from massl.data.views import ViewBatch
 from massl.methods.base import (
     Method,
@@ -32,6 +33,7 @@ from massl.methods.base import (
     student_and_teacher,
 )
 from massl.nn.backbone import Backbone, BackboneSettings
+from massl.nn.batch_norm_head import BatchNormHead
 from massl.nn.ema import move_towards
 from massl.nn.heads import HeadSettings, ProjectionHead
 from massl.nn.memory import MemoryBank, MemorySettings
@@ -43,11 +45,21 @@ from massl.ops.spectrum import embedding_spread
 _ENQUEUED_VIEW = 1
 
 
+class MaSSLHeadSettings(HeadSettings):
+    batch_norm: bool = Field(default=False, description="batch norm after each layer of the head but the last, as ResNets need it")
+
+    def build(self, in_dim: int) -> nn.Module:
+        return BatchNormHead(in_dim, self, unit_length=True) if self.batch_norm else ProjectionHead(in_dim, self)
+
+
 class MaSSLSettings(MethodSettings):
     name: Literal["massl"] = "massl"
     student_temperature: float = Field(default=0.1, gt=0.0, description="temperature of the student's softmax over memory rows")
+    student_views: Literal["all", "local"] = Field(
+        default="all", description="what the student sees; local: not the teacher's views, so that those may be augmented less (ReSSL)"
+    )
     teacher: TeacherSettings = TeacherSettings()
-    head: HeadSettings = HeadSettings()
+    head: MaSSLHeadSettings = MaSSLHeadSettings()
     memory: MemorySettings = MemorySettings()
 
     def ramps(self) -> dict[str, Ramp]:
@@ -60,11 +72,13 @@ class MaSSL(Method):
         self.settings = settings
         self.seed = seed
         self.has_drop_path = backbone.drop_path_rate > 0.0
-        self.student, self.teacher = student_and_teacher(backbone, lambda dim: ProjectionHead(dim, settings.head), seed=seed)
+        self.min_global_views = 2 if settings.student_views == "all" else 1
+        self.student, self.teacher = student_and_teacher(backbone, settings.head.build, seed=seed)
         self.memory = MemoryBank(settings.memory.num_rows, settings.head.out_dim, seed=seed)
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
-        student = self.student(views.groups(), self.drop_path_keys(views, hyper, num_views=views.num_views))
+        sees_all = self.settings.student_views == "all"
+        student = self._student(views, hyper) if sees_all else self._student_of_local_views(views, hyper)
         with torch.no_grad():
             teacher = self.teacher([views.global_views])
         dtype = autocast_dtype(student.device.type, otherwise=student.dtype)
@@ -74,9 +88,10 @@ class MaSSL(Method):
             self._blocks(hyper.step, dtype),
             student_temperature=self.settings.student_temperature,
             teacher_temperature=hyper.teacher_temperature,
+            shared_views=sees_all,
             operand_dtype=dtype,
         )
-        return StepOutput(loss=loss, metrics={}, carry={"memory_rows": teacher[_ENQUEUED_VIEW]})
+        return StepOutput(loss=loss, metrics={}, carry={"memory_rows": teacher[min(_ENQUEUED_VIEW, len(teacher) - 1)]})
 
     def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
         move_towards(self.teacher, self.student, momentum=hyper.momentum)
@@ -84,6 +99,15 @@ class MaSSL(Method):
 
     def backbone_to_evaluate(self) -> Backbone:
         return self.teacher.backbone
+
+    def _student(self, views: ViewBatch, hyper: StepHyper) -> Tensor:  # -> [V, B, D]
+        return self.student(views.groups(), self.drop_path_keys(views, hyper, num_views=views.num_views))  # type: ignore[no-any-return]
+
+    def _student_of_local_views(self, views: ViewBatch, hyper: StepHyper) -> Tensor:  # -> [L, B, D]
+        if views.local_views is None:
+            raise RecipeError("method.student_views local needs local views: raise views.num_local")
+        keys = self.drop_path_keys(views, hyper, num_views=views.num_views)
+        return self.student([views.local_views], None if keys is None else keys[len(views.global_views) :])  # type: ignore[no-any-return]
 
     def _blocks(self, step: int | Tensor, dtype: torch.dtype) -> Tensor:
         memory = self.settings.memory

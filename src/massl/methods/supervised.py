@@ -18,7 +18,7 @@ A mixed image counts for both classes, each by its share. An image without a lab
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -57,7 +57,7 @@ class SupervisedSettings(MethodSettings):
 
 
 class Supervised(Method):
-    min_global_views: ClassVar[int] = 1
+    min_global_views: int = 1
 
     def __init__(self, settings: SupervisedSettings, backbone: BackboneSettings, *, seed: int) -> None:
         super().__init__()

@@ -3,12 +3,11 @@
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
 from pydantic import Field
-from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -16,23 +15,31 @@ from torch.utils.checkpoint import checkpoint
 from massl import keyed_random
 from massl.config import RecipeError, Settings, closest
 from massl.nn.drop_path import KeyedDropPath, draw_scales, keep_probabilities, replace_drop_paths
-from massl.nn.plain_transformer import class_token_of_last_block, embed_patches, has_plain_attention, why_not_fused
+from massl.nn.plain_transformer import (
+    class_token_of_last_block,
+    embed_patches,
+    has_plain_attention,
+    refuse_unknown_transformer,
+    why_not_fused,
+)
 from massl.nn.positions import FirstAxis, fix_positions, model_positions
+from massl.nn.stems import use_small_image_stem
 
 
 class BackboneSettings(Settings):
     name: str = Field(default="vit_small_patch16_224", description="a timm model name, e.g. vit_small_patch16_224 or resnet50")
     image_size: int | None = Field(default=None, gt=0, description="side of the position grid in pixels (ViTs); default: the model's own")
     patch_size: int | None = Field(default=None, gt=0, description="patch side in pixels (ViTs); default: the model's own")
+    stem: Literal["", "small"] = Field(default="", description="small: first layers of a ResNet for 32-px images, 3 x 3 without halving")
     drop_path_rate: float = Field(default=0.1, ge=0.0, lt=1.0, description="stochastic depth of the student, rising linearly over depth")
     timm_options: dict[str, int | float | bool | str] = Field(
         default_factory=dict, description="further timm.create_model arguments in a YAML recipe, e.g. {depth: 6, embed_dim: 192}"
     )
 
     def timm_arguments(self) -> dict[str, Any]:
-        """What timm.create_model needs to build this backbone, without weights or classifier."""
-        sizes = {"img_size": self.image_size, "patch_size": self.patch_size}
-        given = {key: value for key, value in sizes.items() if value is not None}
+        """What `create_timm_model` needs to build this backbone, without weights or classifier."""
+        choices = {"img_size": self.image_size, "patch_size": self.patch_size, "stem": self.stem or None}
+        given = {key: value for key, value in choices.items() if value is not None}
         return {"model_name": self.name, "num_classes": 0, **given, **self.timm_options}
 
 
@@ -53,13 +60,14 @@ class Backbone(nn.Module):
 
     def __init__(self, model: nn.Module, *, timm_arguments: Mapping[str, Any]) -> None:
         super().__init__()
-        _refuse_unknown_transformer(model)
+        refuse_unknown_transformer(model)
         self.model = model
         self.timm_arguments = dict(timm_arguments)  # what builds an empty copy of the model
         self.dim = int(model.head_hidden_size)  # type: ignore[arg-type]  # of features before a classifier; num_features may be another
         self.activation_checkpointing = False
         self.fused_kernels = False
         self.float32_stream = False
+        self._layout = torch.contiguous_format
         self._drop_paths = replace_drop_paths(model)
         self.register_buffer("keep", keep_probabilities(self._drop_paths), persistent=False)
         self._class_token_of_last_block = class_token_of_last_block
@@ -68,8 +76,7 @@ class Backbone(nn.Module):
         """Features of the images. `sample_keys` switches stochastic depth on and decides its coin flips."""
         scales = self._scales(sample_keys)
         if not isinstance(self.model, VisionTransformer):
-            self._set_scales(self.model, scales)
-            return Tokens(pooled=self.model(images), patches=None)
+            return Tokens(pooled=self._pooled(images, scales), patches=None)
         return self._tokens(embed_images(self.model, images), scales)
 
     def pooled(
@@ -192,7 +199,7 @@ class Backbone(nn.Module):
         model = self.model
         if not isinstance(model, VisionTransformer):
             self._set_scales(model, scales)
-            return model(images)  # type: ignore[no-any-return]
+            return model(images.contiguous(memory_format=self._layout))  # type: ignore[no-any-return]
         if model.cls_token is None or not has_plain_attention(model.blocks[-1]):
             return self._tokens(embed_images(model, images), scales).pooled
         tokens = self._through_blocks(embed_images(model, images), model.blocks[:-1], scales)
@@ -231,6 +238,12 @@ class Backbone(nn.Module):
         self.fused_kernels = reason is None
         return reason
 
+    def use_channels_last(self) -> None:
+        """Keep the channels of a pixel side by side, as the GPU's convolutions want them; not for transformers, which have one."""
+        assert not isinstance(self.model, VisionTransformer)
+        self._layout = torch.channels_last
+        self.model.to(memory_format=torch.channels_last)
+
     def compile_blocks(self) -> None:
         """Compile each transformer block in place (other networks as a whole); state dict and results stay the same."""
         for block in self.model.blocks if isinstance(self.model, VisionTransformer) else [self.model]:
@@ -249,19 +262,6 @@ class Backbone(nn.Module):
                 "backbone.timm_options to 0 or trainer.activation_checkpointing to false"
             )
         self.activation_checkpointing = enabled
-
-
-def _refuse_unknown_transformer(model: nn.Module) -> None:
-    """Transformers whose features would differ between this wrapper and the plain timm model that users receive."""
-    if not isinstance(model, VisionTransformer):
-        return
-    if model.attn_pool is not None or (model.cls_token is not None and model.global_pool != "token"):
-        raise RecipeError(
-            "this vision transformer pools its patch tokens; massl trains the class token. Choose one with global_pool 'token', "
-            "e.g. vit_small_patch16_224, or set it in backbone.timm_options"
-        )
-    if isinstance(model, VisionTransformerDistilled):
-        raise RecipeError("distilled transformers carry a second class token, which massl does not train; choose the plain model")
 
 
 def _split_scales(scales: Tensor | None, view_groups: list[Tensor]) -> Sequence[Tensor | None]:  # [num_drop_paths, sum R_i]
@@ -294,8 +294,8 @@ def build_backbone(settings: BackboneSettings, *, seed: int, drop_path_rate: flo
 
 
 def create_timm_model(arguments: Mapping[str, Any], *, drop_path_rate: float = 0.0, seed: int = 0) -> nn.Module:
-    """timm.create_model with errors that say what to type instead."""
-    options = {key: value for key, value in arguments.items() if key != "model_name"}
+    """timm.create_model with errors that say what to type instead, and the one argument that timm does not have, `stem`."""
+    options = {key: value for key, value in arguments.items() if key not in ("model_name", "stem")}
     if drop_path_rate > 0.0:
         options["drop_path_rate"] = drop_path_rate
     name = arguments["model_name"]
@@ -304,6 +304,9 @@ def create_timm_model(arguments: Mapping[str, Any], *, drop_path_rate: float = 0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed_random.seed_from(seed, "backbone"))
         try:
-            return timm.create_model(name, **options)
+            model = timm.create_model(name, **options)
         except (TypeError, AssertionError) as error:
             raise RecipeError(f"timm cannot build {name} with {json.dumps(options)}: {error}") from error
+    if arguments.get("stem") == "small":
+        use_small_image_stem(model, name=name, seed=seed)
+    return model

@@ -5,9 +5,12 @@ from typing import Any
 import torch
 from timm.layers.attention import Attention
 from timm.layers.mlp import Mlp
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
+
+from massl.config import RecipeError
 
 PlainBlock = Any  # timm's Block: to mypy, whatever hangs on a module is a tensor or a module
 _HEAD_DIMS = (16, 32, 64)  # 128 would need more shared memory than most cards have: 164 KB in the backward pass
@@ -51,6 +54,19 @@ def class_token_of_last_block(block: PlainBlock, tokens: Tensor) -> Tensor:  # [
     first = tokens[:, :1] + block.drop_path1(block.ls1(attention.proj_drop(attention.proj(attended))))
     result: Tensor = first + block.drop_path2(block.ls2(block.mlp(block.norm2(first))))
     return result
+
+
+def refuse_unknown_transformer(model: nn.Module) -> None:
+    """Transformers whose features would differ between this wrapper and the plain timm model that users receive."""
+    if not isinstance(model, VisionTransformer):
+        return
+    if model.attn_pool is not None or (model.cls_token is not None and model.global_pool != "token"):
+        raise RecipeError(
+            "this vision transformer pools its patch tokens; massl trains the class token. Choose one with global_pool 'token', "
+            "e.g. vit_small_patch16_224, or set it in backbone.timm_options"
+        )
+    if isinstance(model, VisionTransformerDistilled):
+        raise RecipeError("distilled transformers carry a second class token, which massl does not train; choose the plain model")
 
 
 def why_not_fused(model: nn.Module) -> str | None:

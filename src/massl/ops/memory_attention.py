@@ -29,36 +29,42 @@ def memory_loss(
     *,
     student_temperature: float,
     teacher_temperature: float | Tensor,
+    shared_views: bool = True,
     operand_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [V, N, D], [T, N, D], [B, N_b, D] -> []
     """Make each student view agree with each *other* teacher view on which memory rows it resembles (Silva et al., 2024).
 
     Equals `memory_loss_reference`: for every block, view v and teacher view t != v, the cross-entropy between the softmax over cosine
     similarities of the teacher view (target) and of the student view; averaged over pairs, samples and blocks. All inputs are
-    L2-normalised; teacher view t is the same crop as student view t. Only the student receives a gradient.
+    L2-normalised; teacher view t is the same crop as student view t. Only the student receives a gradient. Where the networks look at
+    different crops (`shared_views` false), every student view is compared with every teacher view.
 
     `operand_dtype` is the type of the attention operands (sums are float32); by default that of `student`. In bfloat16 on a GPU the
     fused attention kernel is used. The teacher's temperature may be a tensor, so that a CUDA graph can be replayed with another one.
     """
-    _check_shapes(student, teacher, blocks, student_temperature, teacher_temperature)
+    _check_shapes(student, teacher, blocks, student_temperature, teacher_temperature, shared_views)
     dtype = operand_dtype or student.dtype
     with torch.autocast(student.device.type, enabled=False):  # it would round the sums of centres too: a gradient off by 0.2 %
-        loss: Tensor = _MemoryLoss.apply(student, teacher, blocks, student_temperature, teacher_temperature, dtype)
+        loss: Tensor = _MemoryLoss.apply(student, teacher, blocks, student_temperature, teacher_temperature, shared_views, dtype)
     return loss
 
 
 def memory_loss_reference(
-    student: Tensor, teacher: Tensor, blocks: Tensor, *, student_temperature: float, teacher_temperature: float
+    student: Tensor,
+    teacher: Tensor,
+    blocks: Tensor,
+    *,
+    student_temperature: float,
+    teacher_temperature: float,
+    shared_views: bool = True,
 ) -> Tensor:  # [V, N, D], [T, N, D], [B, N_b, D] -> []
     """The slow truth of `memory_loss`: all logits, one cross-entropy per pair of views."""
-    _check_shapes(student, teacher, blocks, student_temperature, teacher_temperature)
+    _check_shapes(student, teacher, blocks, student_temperature, teacher_temperature, shared_views)
     blocks = blocks.detach()
     targets = torch.softmax(torch.einsum("tnd,bkd->tbnk", teacher.detach(), blocks) / teacher_temperature, dim=-1)
     log_predictions = torch.log_softmax(torch.einsum("vnd,bkd->vbnk", student, blocks) / student_temperature, dim=-1)
-    pair_losses = [
-        -(targets[t] * log_predictions[v]).sum(dim=-1).mean() for v in range(student.shape[0]) for t in range(teacher.shape[0]) if v != t
-    ]
-    return torch.stack(pair_losses).mean()
+    pairs = [(v, t) for v in range(student.shape[0]) for t in range(teacher.shape[0]) if v != t or not shared_views]
+    return torch.stack([-(targets[t] * log_predictions[v]).sum(dim=-1).mean() for v, t in pairs]).mean()
 
 
 def attend(queries: Tensor, blocks: Tensor, temperature: float) -> tuple[Tensor, Tensor]:  # [R, D], [B, N_b, D] -> [R, D], [R]
@@ -84,6 +90,7 @@ class _MemoryLoss(torch.autograd.Function):
         blocks: Tensor,
         student_temperature: float,
         teacher_temperature: float | Tensor,
+        shared_views: bool,
         dtype: torch.dtype,
     ) -> Tensor:
         num_views, num_samples, dim = student.shape
@@ -95,8 +102,12 @@ class _MemoryLoss(torch.autograd.Function):
         means, centres, logsumexps = outputs[:num_student], outputs[num_student:], all_logsumexps[:num_student]
 
         # is_pair[v, t]: student view v is compared with teacher view t. A view is never its own target.
-        is_pair = torch.ones(num_views, num_teacher_views, device=student.device).fill_diagonal_(0.0)
-        num_terms = (num_views * num_teacher_views - min(num_views, num_teacher_views)) * num_samples
+        is_pair = torch.ones(num_views, num_teacher_views, device=student.device)
+        num_pairs = num_views * num_teacher_views
+        if shared_views:
+            is_pair.fill_diagonal_(0.0)
+            num_pairs -= min(num_views, num_teacher_views)
+        num_terms = num_pairs * num_samples
         view_weight = is_pair.sum(dim=1)[:, None]  # [V, 1] teacher views that view v is compared with
         target = (is_pair @ centres.reshape(num_teacher_views, -1)).reshape(student.shape)  # sum of centres over those
 
@@ -110,9 +121,9 @@ class _MemoryLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad_loss).to(gradient.dtype), None, None, None, None, None
+        return (gradient * grad_loss).to(gradient.dtype), None, None, None, None, None, None
 
 
 def _attend(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:  # [R, D], [B, N_b, D] -> [R, D], [R]
@@ -185,7 +196,7 @@ def _query_chunks(num_queries: int, block_size: int) -> Iterator[slice]:
 
 
 def _check_shapes(
-    student: Tensor, teacher: Tensor, blocks: Tensor, student_temperature: float, teacher_temperature: float | Tensor
+    student: Tensor, teacher: Tensor, blocks: Tensor, student_temperature: float, teacher_temperature: float | Tensor, shared_views: bool
 ) -> None:
     if student.dim() != 3 or teacher.dim() != 3 or blocks.dim() != 3:
         raise ValueError(
@@ -196,7 +207,7 @@ def _check_shapes(
         raise ValueError(
             f"samples or dimensions differ: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(blocks.shape)}"
         )
-    if student.shape[0] * teacher.shape[0] <= min(student.shape[0], teacher.shape[0]):
+    if shared_views and student.shape[0] * teacher.shape[0] <= min(student.shape[0], teacher.shape[0]):
         raise ValueError("one student view and one teacher view form no pair of different views; give at least two student views")
     if 0 in (*student.shape, *teacher.shape, *blocks.shape):
         raise ValueError(f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(blocks.shape)}")

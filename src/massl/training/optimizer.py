@@ -1,22 +1,24 @@
-"""AdamW with the method's parameter groups, and the gradient clip that goes with it."""
+"""What updates the weights: AdamW or SGD, with the method's parameter groups."""
 
-from collections.abc import Iterable
-from copy import deepcopy
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from massl.config import Settings
 from massl.methods.base import StepHyper
 from massl.ops.tensor_lists import fit_update_kernels
+from massl.training.gradient_clip import clip_each_gradient
+from massl.training.portable_state import PortableState
+from massl.training.sgd import DecayedSGD
 
 _TOKENS = ("cls_token", "pos_embed", "reg_token", "mask_token")
 
 
 class OptimizerSettings(Settings):
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="adamw, or sgd with momentum, as ResNets are often trained")
     learning_rate: float = Field(
         default=5e-4, gt=0.0, description="peak learning rate for a batch of 256; scaled linearly with trainer.batch_size"
     )
@@ -31,13 +33,22 @@ class OptimizerSettings(Settings):
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
         default=(0.9, 0.999), description="AdamW's running-average coefficients"
     )
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="SGD's momentum")
     clip_norm: float = Field(default=3.0, ge=0.0, description="largest gradient norm of each tensor on its own; 0 switches clipping off")
+
+    @model_validator(mode="after")
+    def _settings_of_one_optimiser(self) -> Self:
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        foreign = "momentum" if self.name == "adamw" else "betas"
+        if getattr(self, foreign) != defaults[foreign]:
+            raise ValueError(f"{foreign} has no meaning for {self.name}; leave it out")
+        return self
 
     def peak_learning_rate(self, batch_size: int) -> float:
         return self.learning_rate * batch_size / 256.0
 
 
-class DecayedAdamW(AdamW):
+class DecayedAdamW(PortableState, AdamW):
     """AdamW (Loshchilov and Hutter, 2019) on gradients clipped tensor by tensor; its decay is a step of its own.
 
     Inside torch's fused step the decay is a plain number, which a CUDA graph would keep for ever; as a factor on the weights it may be a
@@ -100,28 +111,17 @@ class DecayedAdamW(AdamW):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
         return state
 
-    def portable_state(self) -> dict[str, Any]:
-        """`state_dict` without what belongs to this device and this step."""
-        state = self.state_dict()
-        own = ("lr", "capturable")
-        groups = [{key: value for key, value in group.items() if key not in own} for group in state["param_groups"]]
-        return {"state": state["state"], "param_groups": groups}
 
-    def load_portable_state(self, state: dict[str, Any]) -> None:
-        present = self.state_dict()["param_groups"]
-        groups = [{**now, **saved} for now, saved in zip(present, state["param_groups"], strict=True)]
-        # A copy: torch keeps the very tensors it is given, and each step would then change them for whoever else holds them.
-        self.load_state_dict({"state": deepcopy(state["state"]), "param_groups": groups})
-
-
-def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> DecayedAdamW:
-    """AdamW over what is trained, in two groups: with weight decay and without."""
+def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> DecayedAdamW | DecayedSGD:
+    """The optimiser over what is trained, in two groups: with weight decay and without."""
     decayed: list[nn.Parameter] = []
     not_decayed: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             (decayed if _decays(name, parameter, settings.decayed) else not_decayed).append(parameter)
     groups = [{"params": decayed, "decays": True}, {"params": not_decayed, "decays": False}]
+    if settings.name == "sgd":
+        return DecayedSGD(groups, momentum=settings.momentum, clip_norm=settings.clip_norm)
     on_gpu = any(parameter.is_cuda for parameter in decayed)
     return DecayedAdamW(groups, betas=settings.betas, clip_norm=settings.clip_norm, capturable=on_gpu)
 
@@ -131,14 +131,3 @@ def _decays(name: str, parameter: nn.Parameter, decayed: str) -> bool:
         return True
     is_matrix = parameter.dim() > 1 and not name.endswith(".bias")
     return is_matrix and not (decayed == "layers" and name.rpartition(".")[2] in _TOKENS)
-
-
-@torch.no_grad()
-def clip_each_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Scale each gradient tensor to at most `max_norm` by its own L2 norm, as the authors' code does; no host synchronisation."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients or max_norm == 0.0:
-        return
-    norms = torch.stack(torch._foreach_norm(gradients))
-    factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, list(factors.unbind()))

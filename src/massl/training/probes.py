@@ -33,6 +33,7 @@ class ProbeSettings(Settings):
     max_database: int = Field(default=10_000, gt=0, description="largest number of database images (a keyed choice)")
     max_queries: int = Field(default=2_000, gt=1, description="largest number of query images")
     num_neighbours: int = Field(default=20, gt=0, description="k of the k-NN classifier")
+    temperature: float = Field(default=0.07, gt=0.0, description="temperature of its votes: a neighbour counts exp(cosine / temperature)")
     crop_ratio: float = Field(default=0.875, gt=0.0, le=1.0, description="centre crop / shorter side (224 / 256 as the protocols have it)")
 
 
@@ -129,6 +130,7 @@ class Probe:
             database[known_rows],
             database_labels[known_rows],
             num_neighbours=self.settings.num_neighbours,
+            temperature=self.settings.temperature,
         )
 
     def _extract(self, subset: _Subset, features_of: Callable[[RaggedImages], Tensor]) -> tuple[Tensor, Tensor]:  # -> [N, D], [N]

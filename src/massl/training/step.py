@@ -11,13 +11,14 @@ from massl import distributed
 from massl.data.views import ViewBatch
 from massl.methods.base import Method, StepHyper, StepOutput, combine
 from massl.training.optimizer import DecayedAdamW
+from massl.training.sgd import DecayedSGD
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
     method: Method
     parallel: nn.Module  # the method, or its data-parallel wrapper
-    optimizer: DecayedAdamW
+    optimizer: DecayedAdamW | DecayedSGD
     bf16: bool
     device: torch.device
 

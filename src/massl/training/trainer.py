@@ -15,6 +15,7 @@ from massl.data.views import ViewBatch, ViewSettings, make_views
 from massl.methods.base import Method, StepHyper, StepOutput, combine
 from massl.training.checkpoint import CheckpointStore
 from massl.training.graphed_step import GraphedStep
+from massl.training.kernels import choose_kernels
 from massl.training.loss_watch import LossWatch, NonFiniteLoss
 from massl.training.metrics_log import MetricsLog
 from massl.training.optimizer import build_optimizer
@@ -65,32 +66,6 @@ class FitResult:
     signal_number: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """What computes the steps of a run."""
-
-    networks: str  # in words, with the reason where it is not what was asked for
-    cuda_graph: bool
-
-
-def choose_kernels(method: Method, settings: TrainerSettings, device: torch.device) -> Kernels:
-    """Prepare the backbones as the settings ask, as far as this device and these networks allow."""
-    networks: str = settings.kernels
-    if settings.kernels == "compiled":
-        for backbone in method.backbones():
-            backbone.compile_blocks()
-    elif settings.kernels == "fused":
-        reasons = {backbone.use_fused_kernels(float32_stream=settings.residual == "fp32") for backbone in method.backbones()}
-        if device.type != "cuda" or settings.precision != "bf16":
-            reasons = {"they need a GPU and bf16"}
-        networks = (
-            f"fused, {settings.residual} residual stream"
-            if reasons == {None}
-            else f"plain ({'; '.join(sorted(reason for reason in reasons if reason))})"
-        )
-    return Kernels(networks=networks, cuda_graph=settings.cuda_graph and device.type == "cuda" and distributed.world_size() == 1)
-
-
 class Trainer:
     """Trains a method on a loader's images and keeps its run folder."""
 
@@ -116,7 +91,14 @@ class Trainer:
         self.loader, self.probe = loader, probe
         self.method = method.to(device).train()
         self.method.set_activation_checkpointing(settings.activation_checkpointing)
-        self.kernels = choose_kernels(self.method, settings, device)
+        self.kernels = choose_kernels(
+            self.method,
+            wanted=settings.kernels,
+            bf16=settings.precision == "bf16",
+            float32_stream=settings.residual == "fp32",
+            cuda_graph=settings.cuda_graph,
+            device=device,
+        )
         self.optimizer = build_optimizer(self.method, schedules.optimizer)
         step = TrainingStep(
             method=self.method,

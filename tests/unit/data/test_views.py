@@ -196,6 +196,10 @@ def test_each_setting_reaches_the_views_it_names_and_no_other() -> None:
     assert changed(local_blur_probability=1.0) == [False, False, True]
     assert changed(solarise_probability=1.0) == [False, True, False]
     assert changed(jitter_probability=1.0) == [True, True, True]
+    assert changed(grey_probability=1.0) == [True, True, True]
+    assert changed(global_jitter_probability=1.0) == changed(global_grey_probability=1.0) == [True, True, False]
+    assert changed(jitter_probability=1.0, global_jitter_probability=0.0) == [False, False, True]
+    assert changed(grey_probability=1.0, global_grey_probability=0.0) == [False, False, True]
     greyed, flipped = views_with(grey_probability=1.0), views_with(flip_probability=1.0)
     normalised = views_with(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
     for grey, flip, normal, before in zip(greyed, flipped, normalised, plain, strict=True):

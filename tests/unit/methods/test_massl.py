@@ -1,16 +1,17 @@
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from massl.config import RecipeError
 from massl.data.views import ViewBatch, ViewSettings
 from massl.methods.base import StepHyper, StepOutput, TrainingPlan, combine
-from massl.methods.massl import MaSSL, MaSSLSettings, winner_share
+from massl.methods.massl import MaSSL, MaSSLHeadSettings, MaSSLSettings, winner_share
 from massl.nn.backbone import BackboneSettings
-from massl.nn.heads import HeadSettings
 from massl.nn.memory import MemorySettings
 from massl.ops.memory_attention import memory_loss_reference
 
@@ -21,9 +22,18 @@ def plan(*, num_images: int) -> TrainingPlan:
     return TrainingPlan(num_images=num_images, batch_size=4, num_parts=1, views=ViewSettings())
 
 
-def tiny_method(*, seed: int = 0, drop_path_rate: float = 0.0, **memory: Any) -> MaSSL:
+def tiny_method(
+    *,
+    seed: int = 0,
+    drop_path_rate: float = 0.0,
+    student_views: Literal["all", "local"] = "all",
+    batch_norm: bool = False,
+    **memory: Any,
+) -> MaSSL:
     settings = MaSSLSettings(
-        head=HeadSettings(hidden_dim=16, out_dim=8), memory=MemorySettings(**{"num_rows": 24, "block_size": 8, **memory})
+        student_views=student_views,
+        head=MaSSLHeadSettings(hidden_dim=16, out_dim=8, batch_norm=batch_norm),
+        memory=MemorySettings(**{"num_rows": 24, "block_size": 8, **memory}),
     )
     options: dict[str, int | float | bool | str] = {"embed_dim": 16, "depth": 2, "num_heads": 2}
     backbone = BackboneSettings(
@@ -68,6 +78,44 @@ def test_the_loss_compares_all_views_with_the_teachers_global_ones_over_blocks_o
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_global", [1, 2])
+def test_a_student_of_local_views_alone_is_compared_with_every_view_of_the_teacher(num_global: int) -> None:
+    method, batch = tiny_method(seed=9, student_views="local"), views()
+    batch = replace(batch, global_views=batch.global_views[:num_global])
+    assert batch.local_views is not None
+    with torch.no_grad():
+        output = method(batch, HYPER)
+        student = torch.stack([method.student.head(method.student.backbone(view).pooled) for view in batch.local_views])
+        teacher = torch.stack([method.teacher.head(method.teacher.backbone(view).pooled) for view in batch.global_views])
+        blocks = method.memory.random_blocks(8, key=(9, HYPER.step))
+        expected = memory_loss_reference(student, teacher, blocks, student_temperature=0.1, teacher_temperature=0.05, shared_views=False)
+    torch.testing.assert_close(output.loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output.carry["memory_rows"], teacher[-1])
+    assert method.min_global_views == 1
+
+
+def test_a_local_view_keeps_its_stochastic_depth_whether_or_not_the_student_sees_the_others() -> None:
+    batch = views()
+    seen: list[Tensor] = []
+    for student_views in ("all", "local"):
+        method = tiny_method(drop_path_rate=0.5, student_views=student_views)
+        method.student.head.register_forward_hook(lambda head, inputs, output: seen.append(output.unflatten(0, (-1, 4))))
+        method(batch, HYPER)
+    torch.testing.assert_close(seen[0][2:], seen[1])
+
+
+def test_a_student_of_local_views_needs_some() -> None:
+    with pytest.raises(RecipeError, match=r"needs local views: raise views\.num_local"):
+        tiny_method(student_views="local")(views(with_local=False), HYPER)
+
+
+def test_a_head_with_batch_norm_gives_unit_vectors_that_depend_on_the_batch() -> None:
+    plain, normed, features = tiny_method().student.head, tiny_method(batch_norm=True).student.head, torch.randn(6, 16)
+    torch.testing.assert_close(normed(features).norm(dim=-1), torch.ones(6))
+    torch.testing.assert_close(plain(features)[:3], plain(features[:3]))
+    assert (normed(features)[:3] - normed(features[:3])).abs().max() > 1e-3
+
+
 def test_the_teachers_embedding_of_the_second_global_view_enters_the_memory() -> None:
     method, batch = tiny_method(), views()
     with torch.no_grad():
@@ -106,7 +154,7 @@ def test_after_a_step_the_teacher_has_moved_towards_the_student_by_one_minus_mom
 
 
 def test_student_and_teacher_start_equal_and_the_seed_alone_decides_them() -> None:
-    settings = MaSSLSettings(head=HeadSettings(hidden_dim=16, out_dim=8), memory=MemorySettings(num_rows=24, block_size=8))
+    settings = MaSSLSettings(head=MaSSLHeadSettings(hidden_dim=16, out_dim=8), memory=MemorySettings(num_rows=24, block_size=8))
     backbone = BackboneSettings(
         name="vit_tiny_patch16_224", image_size=8, patch_size=4, timm_options={"embed_dim": 16, "depth": 2, "num_heads": 2}
     )

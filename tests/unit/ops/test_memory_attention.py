@@ -127,6 +127,23 @@ def test_a_view_is_never_compared_with_itself() -> None:
     assert (changed[1] - gradient[1]).norm() > 0.1 * gradient[1].norm()
 
 
+@pytest.mark.parametrize(("num_views", "num_teacher_views"), [(1, 1), (3, 2), (2, 3)])
+def test_views_that_are_not_shared_are_all_compared(num_views: int, num_teacher_views: int) -> None:
+    student, teacher, blocks = world(num_views, num_teacher_views, 3, 8, 2, 16)
+    temperatures = {"student_temperature": 0.1, "teacher_temperature": 0.05}
+    student.requires_grad_()
+    loss = memory_loss(student, teacher, blocks, **temperatures, shared_views=False)
+    # View 0 of two against teacher view 1 of two, and the reverse: the same pair twice.
+    doubled = [(torch.stack([view, view]), torch.stack([target, target])) for view in student for target in teacher]
+    expected = torch.stack([memory_loss_reference(views, targets, blocks, **temperatures) for views, targets in doubled]).mean()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        memory_loss_reference(student, teacher, blocks, **temperatures, shared_views=False), expected, rtol=1e-5, atol=1e-6
+    )
+    (gradient,), (true_gradient,) = (torch.autograd.grad(value, student, retain_graph=True) for value in (loss, expected))
+    torch.testing.assert_close(gradient, true_gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_the_gradient_reaches_the_student_only() -> None:
     student, teacher, blocks = (tensor.requires_grad_() for tensor in world(3, 2, 4, 8, 2, 16))
     memory_loss(student, teacher, blocks, student_temperature=0.1, teacher_temperature=0.05).backward()

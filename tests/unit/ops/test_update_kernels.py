@@ -11,7 +11,8 @@ from massl.methods.base import StepHyper
 from massl.nn.ema import move_towards
 from massl.ops import update_kernels
 from massl.training import optimizer as optimizer_module
-from massl.training.optimizer import OptimizerSettings, build_optimizer, clip_each_gradient
+from massl.training.gradient_clip import clip_each_gradient
+from massl.training.optimizer import OptimizerSettings, build_optimizer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(), (1,), (3, 7), (0,), (8192,), (8193,), (3, 4095), (64, 3, 5, 5), (1, 1)]

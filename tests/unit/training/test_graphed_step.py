@@ -10,9 +10,8 @@ from torch import Tensor
 
 from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper
-from massl.methods.massl import MaSSL, MaSSLSettings
+from massl.methods.massl import MaSSL, MaSSLHeadSettings, MaSSLSettings
 from massl.nn.backbone import BackboneSettings
-from massl.nn.heads import HeadSettings
 from massl.nn.memory import MemorySettings
 from massl.training.graphed_step import GraphedStep, HyperOnDevice
 from massl.training.optimizer import OptimizerSettings, build_optimizer
@@ -25,7 +24,7 @@ PART_SIZE = 8
 
 
 def training_step(*, fused: bool = True, bf16: bool = True, drop_path_rate: float = 0.3) -> TrainingStep:
-    settings = MaSSLSettings(head=HeadSettings(hidden_dim=64, out_dim=64), memory=MemorySettings(num_rows=256, block_size=128))
+    settings = MaSSLSettings(head=MaSSLHeadSettings(hidden_dim=64, out_dim=64), memory=MemorySettings(num_rows=256, block_size=128))
     backbone = BackboneSettings(
         name="vit_tiny_patch16_224",
         image_size=32,

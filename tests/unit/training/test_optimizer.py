@@ -6,7 +6,8 @@ from torch import nn
 
 from massl.methods.base import StepHyper
 from massl.nn.backbone import BackboneSettings, build_backbone
-from massl.training.optimizer import OptimizerSettings, build_optimizer, clip_each_gradient
+from massl.training.gradient_clip import clip_each_gradient
+from massl.training.optimizer import OptimizerSettings, build_optimizer
 
 HYPER = StepHyper(step=0, epoch=0, learning_rate=0.5, weight_decay=0.1, own={"momentum": 0.9, "teacher_temperature": 0.07})
 
