@@ -1,4 +1,4 @@
-"""Which patches a masked-image method hides: iBOT's rectangles, patches at random, and the patches that MAE leaves visible.
+"""Which patches a masked-image method hides: iBOT's rectangles, and the patches that MAE leaves visible.
 
 A mask is a function of the caller's key, the image and the view, such as ((seed, "block masks", step), image, view), so it does not depend
 on worker, rank or position in the batch. It is the same on every device, bit for bit: beside integers only float32 sums, products and
@@ -46,22 +46,6 @@ def block_masks(
 
         return mask_kernels.place_rectangles(targets, rectangle_draws(keys, 0, NUM_TRIES), grid)
     return place_rectangles(targets, keys, grid)
-
-
-def random_masks(
-    key: keyed_random.Key,
-    image_indices: Tensor,
-    *,
-    num_views: int,
-    num_patches: int,
-    ratios: Sequence[float] = (0.0, 0.3),
-    ratio_variances: Sequence[float] = (0.0, 0.2),
-    device: torch.device | str | None = None,
-) -> Tensor:  # [B] int64 -> [num_views, B, num_patches] bool, true where a patch is hidden
-    """Masks of single patches at random: shares as in `block_masks`, and every mask hides all of its share, rounded down."""
-    keys = _view_keys(key, image_indices, num_views, device)
-    targets = _num_hidden(keys, num_patches, ratios, ratio_variances).floor()
-    return _random_order(keys, num_patches).argsort(dim=-1) < targets[..., None]
 
 
 def random_kept(
