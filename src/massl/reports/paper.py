@@ -1,7 +1,7 @@
 """The figures of "Learning from Memory" (MaSSL, ICML 2024) as data, found by the names that our own results carry."""
 
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 TRANSFER_DATA = ("Pets", "Flowers", "Aircraft", "Cars", "Country211", "Food101", "STL-10", "GTSRB")
 TRANSFER_AVERAGE = "average of 8"
 
+_MEASURED = ("protocol", "data", "setting", "metric")  # what a column says, or its table for all columns
 _K_NOT_STATED = "the paper does not say for which k"
 _BEST = "best over rates and epochs (as published)"
 
@@ -82,6 +83,7 @@ class PaperTable:
     """One table of the paper."""
 
     id: str
+    label: str  # of the paper's LaTeX source
     caption: str
     remarks: tuple[str, ...]  # where the paper's text does not fit the table
     columns: tuple[PaperColumn, ...]
@@ -110,7 +112,15 @@ def paper_figure(*, protocol: str, data: str, setting: str, metric: str, archite
 def paper_tables() -> tuple[PaperTable, ...]:
     """All tables, in the paper's order."""
     document = tomllib.loads(resources.files(__package__).joinpath("paper_tables.toml").read_text(encoding="utf-8"))
+    checked_keys(document, "paper_tables.toml", needed={"notes", "tables"})
     return tuple(_table(plain, document["notes"]) for plain in document["tables"])
+
+
+def checked_keys(plain: dict[str, Any], where: str, *, needed: set[str], allowed: Set[str] = frozenset()) -> None:
+    """No key is missing, and none stands there that nobody reads."""
+    missing, unknown = needed - plain.keys(), plain.keys() - needed - allowed
+    assert not missing, f"{where} does not say {', '.join(sorted(missing))}"
+    assert not unknown, f"{where} says {', '.join(sorted(unknown))}, which nobody reads"
 
 
 def _published_settings(protocol: str, setting: str) -> Iterator[tuple[str, str | None]]:
@@ -142,26 +152,34 @@ def _with_note(figure: PaperFigure, note: str | None) -> PaperFigure:
 
 
 def _table(plain: dict[str, Any], notes: dict[str, str]) -> PaperTable:
-    shared = {key: plain[key] for key in ("protocol", "data", "setting", "metric") if key in plain}
+    checked_keys(plain, plain["id"], needed={"id", "label", "caption", "columns", "rows"}, allowed={*_MEASURED, "note", "remarks"})
+    shared = {key: plain[key] for key in _MEASURED if key in plain}
     columns = [{**shared, **column} for column in plain["columns"]]
     noted_by_columns = [[plain.get("note"), column.pop("note", None)] for column in columns]
-    rows = []
-    for row in plain["rows"]:
-        assert len(row["values"]) == len(columns), f"{plain['id']}, {row['method']}: {len(row['values'])} values in {len(columns)} columns"
-        epochs = row.get("epochs")
-        figures: list[PaperFigure | None] = []
-        for cell, noted in zip(row["values"], noted_by_columns, strict=True):
-            parts = cell if isinstance(cell, dict) else {"value": cell}
-            names = [name for name in (*noted, row.get("note"), parts.get("note")) if name is not None]
-            figures.append(_figure(parts, notes=tuple(notes[name] for name in names), epochs=epochs, table=plain["id"]))
-        rows.append(PaperRow(method=row["method"], architecture=row["architecture"], epochs=epochs, figures=tuple(figures)))
+    for column in columns:
+        checked_keys(column, f"{plain['id']}, column {column}", needed=set(_MEASURED))
     return PaperTable(
         id=plain["id"],
+        label=plain["label"],
         caption=plain["caption"],
         remarks=tuple(notes[name] for name in plain.get("remarks", ())),
         columns=tuple(PaperColumn(**column) for column in columns),
-        rows=tuple(rows),
+        rows=tuple(_row(row, noted_by_columns, notes=notes, table=plain["id"]) for row in plain["rows"]),
     )
+
+
+def _row(plain: dict[str, Any], noted_by_columns: list[list[str | None]], *, notes: dict[str, str], table: str) -> PaperRow:
+    where = f"{table}, {plain['method']}"
+    checked_keys(plain, where, needed={"method", "architecture", "values"}, allowed={"epochs", "note"})
+    assert len(plain["values"]) == len(noted_by_columns), f"{where}: {len(plain['values'])} values in {len(noted_by_columns)} columns"
+    epochs = plain.get("epochs")
+    figures: list[PaperFigure | None] = []
+    for cell, noted in zip(plain["values"], noted_by_columns, strict=True):
+        parts = cell if isinstance(cell, dict) else {"value": cell}
+        checked_keys(parts, where, needed={"value"}, allowed={"deviation", "note"})
+        names = [name for name in (*noted, plain.get("note"), parts.get("note")) if name is not None]
+        figures.append(_figure(parts, notes=tuple(notes[name] for name in names), epochs=epochs, table=table))
+    return PaperRow(method=plain["method"], architecture=plain["architecture"], epochs=epochs, figures=tuple(figures))
 
 
 def _figure(parts: dict[str, Any], *, notes: tuple[str, ...], epochs: int | None, table: str) -> PaperFigure | None:
