@@ -17,6 +17,7 @@ from massl.commands.evaluate import run_evaluation
 from massl.commands.evaluation_settings import EvaluateSettings
 from massl.commands.pretrain import pretrain
 from massl.commands.recipe import PretrainRecipe, load_recipe, recipe_header, shipped_recipes
+from massl.commands.report import ReportSettings, run_report
 from massl.commands.visualize import VisualizeSettings, run_visualization
 from massl.config import MasslError, RecipeError, Settings, explain
 
@@ -28,6 +29,7 @@ _USAGE = """usage: massl COMMAND [options]
   visualize   draw attention maps, correspondences or nearest neighbours
   compare     put runs or methods side by side: accuracy, time, memory
   ablate      repeat the paper's ablations: memory size, block size, block sampling
+  report      put runs and their results on one HTML page
   recipes     list the recipes that come with massl
 
 massl COMMAND --help explains a command's options."""
@@ -120,6 +122,12 @@ Each value is a run in a folder of its own; the same command again continues. Ta
 to OUTPUT/KIND/ablation.md, .json, .png and .svg."""
 
 
+_REPORT_HELP = """Put runs, their results and pictures on one HTML page that needs nothing but a browser.
+
+massl report runs/a --output report.html
+massl report runs/a runs/b runs/ablation --results results --output report.html --no-figures"""
+
+
 class _EvaluateArguments(EvaluateSettings):
     model: tyro.conf.Positional[str] = Field(description=_MODEL)
 
@@ -130,6 +138,12 @@ class _EmbedArguments(EmbedSettings):
 
 class _AblateArguments(AblateSettings):
     kind: tyro.conf.Positional[Literal["memory-size", "block-size", "block-sampling"]] = Field(description="what is varied")
+
+
+class _ReportArguments(ReportSettings):
+    runs: tyro.conf.Positional[tuple[str, ...]] = Field(
+        description="folders of runs (massl pretrain), finished or under way, and of ablations (massl ablate)"
+    )
 
 
 class _VisualizeArguments(VisualizeSettings):
@@ -145,7 +159,13 @@ class _WrongOption(MasslError):
 
 
 def _parse(
-    arguments_type: type[Arguments], command: str, description: str, arguments: Sequence[str], *, default: Arguments | None = None
+    arguments_type: type[Arguments],
+    command: str,
+    description: str,
+    arguments: Sequence[str],
+    *,
+    default: Arguments | None = None,
+    has_flags: bool = False,  # --figures and --no-figures instead of --figures True
 ) -> Arguments:
     said = io.StringIO()
     try:
@@ -153,11 +173,11 @@ def _parse(
             return tyro.cli(
                 arguments_type,
                 prog=f"massl {command}",
-                description=description,
+                description=_with_examples_apart(description),
                 default=tyro.MISSING_NONPROP if default is None else default,
                 args=list(arguments),
                 use_underscores=True,
-                config=(tyro.conf.FlagConversionOff,),
+                config=() if has_flags else (tyro.conf.FlagConversionOff,),
             )
     except SystemExit as exit_request:
         problem = _refused_value(exit_request, arguments_type)
@@ -165,6 +185,11 @@ def _parse(
             sys.stderr.write(said.getvalue())
             raise
         raise _WrongOption(f"{problem}; see massl {command} --help") from None
+
+
+def _with_examples_apart(description: str) -> str:
+    """Examples indented: tyro joins all other lines of a paragraph, and leaves one blank line too many before what is indented."""
+    return description.replace("\nmassl ", "\n  massl ").replace("\n\n  massl ", "\n  massl ")
 
 
 def _refused_value(exit_request: SystemExit, arguments_type: type[Settings]) -> str | None:
@@ -201,6 +226,11 @@ def parse_ablate(arguments: Sequence[str]) -> tuple[str, AblateSettings]:
     return parsed.kind, parsed
 
 
+def parse_report(arguments: Sequence[str]) -> tuple[tuple[str, ...], ReportSettings]:
+    parsed = _parse(_ReportArguments, "report", _REPORT_HELP, arguments, has_flags=True)
+    return parsed.runs, parsed
+
+
 def _evaluate(arguments: Sequence[str]) -> int:
     result = run_evaluation(*parse_evaluate(arguments))
     return 1 if result.failed or not result.rows else 0
@@ -227,6 +257,11 @@ def _ablate(arguments: Sequence[str]) -> int:
     return _status(result.signal_number, failed=bool(result.failed))
 
 
+def _report(arguments: Sequence[str]) -> int:
+    print(run_report(*parse_report(arguments)).file.absolute().as_uri())
+    return 0
+
+
 def _status(signal_number: int | None, *, failed: bool) -> int:
     return int(failed) if signal_number is None else 128 + signal_number
 
@@ -247,6 +282,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "visualize": _visualize,
     "compare": _compare,
     "ablate": _ablate,
+    "report": _report,
     "recipes": _recipes,
 }
 

@@ -1,0 +1,178 @@
+"""Run folders as a page shows them: whatever can be read is shown, and what cannot is said in a remark.
+
+`training_curves.read_run` is for comparisons and refuses a run without k-NN; here a run may have only begun, be half written, or hold
+numbers that are none.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from massl.config import MasslError, read_yaml
+from massl.reports.training_curves import KnnPoint, RunCurve
+
+_IN_EVERY_RECIPE = ("method.name", "backbone.name", "data.source", "trainer.epochs", "trainer.batch_size")
+_IN_EVERY_ROW = ("step", "epoch", "images_per_second")
+
+
+class PageError(MasslError, ValueError):
+    """Something named for the page cannot be shown at all; the message says what to name instead."""
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """A run and what a reader must know about its files."""
+
+    curve: RunCurve  # its rows hold finite numbers only, and may be none
+    recipe: str  # recipe.yaml as it lies in the folder
+    remarks: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        return self.curve.label
+
+    @property
+    def rows(self) -> tuple[Mapping[str, float], ...]:
+        return self.curve.rows
+
+    @property
+    def probes(self) -> tuple[KnnPoint, ...]:
+        return self.curve.knn if self.rows else ()
+
+    @property
+    def best(self) -> KnnPoint | None:
+        return self.curve.best if self.probes else None
+
+    @property
+    def last(self) -> KnnPoint | None:
+        return self.curve.last if self.probes else None
+
+    @property
+    def gpu_minutes(self) -> float | None:
+        return self.minutes[-1] if self.rows else None
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.rows) and self.curve.finished
+
+    @property
+    def epochs_done(self) -> float:
+        return self.epochs[-1] if self.rows else 0.0
+
+    @property
+    def state(self) -> str:
+        """How far it is, in words."""
+        if not self.rows:
+            return "no row yet"
+        return "finished" if self.finished else "in progress or stopped"
+
+    @cached_property
+    def epochs(self) -> tuple[float, ...]:
+        """Of each row, with fractions once a row has ended an epoch: rows say whole epochs only."""
+        lengths = [int(row["step"]) // int(row["epoch"]) for row in self.rows if row["epoch"] >= 1]
+        return tuple(row["step"] / min(lengths) if lengths else row["epoch"] for row in self.rows)
+
+    @cached_property
+    def minutes(self) -> tuple[float, ...]:
+        """Training until each row, probes not counted, times the number of processes."""
+        spent, step, so_far = [], 0.0, 0.0
+        for row in self.rows:
+            if row["step"] > step:
+                so_far += (row["step"] - step) * self.curve.batch_size / row["images_per_second"] / 60 * self.curve.num_processes
+            step = row["step"]
+            spent.append(so_far)
+        return tuple(spent)
+
+
+def read_page_run(folder: Path, *, label: str) -> PageRun:
+    """The run in a folder; a PageError where the folder holds none."""
+    if not folder.is_dir():
+        raise PageError(f"{folder} is no folder; name the --output of a massl pretrain or of a massl ablate")
+    file = folder / "recipe.yaml"
+    if not file.is_file():
+        raise PageError(f"{folder} holds no recipe.yaml, so it is no run of massl; name the --output of a massl pretrain or massl ablate")
+    settings = dict(_flat(read_yaml(file)))
+    missing = [key for key in _IN_EVERY_RECIPE if key not in settings]
+    if missing:
+        raise PageError(f"{file} does not say {', '.join(missing)}; massl pretrain writes a whole recipe there, was it edited?")
+    environment, about_environment = _environment(folder / "environment.json")
+    rows, about_rows = _rows(folder / "metrics.jsonl")
+    curve = RunCurve(folder=folder, label=label, settings=settings, environment=environment, rows=rows)
+    run = PageRun(curve, file.read_text(encoding="utf-8"), (*about_environment, *about_rows))
+    if rows and not run.finished:
+        under_way = f"in progress or stopped: at step {rows[-1]['step']:,.0f}, epoch {run.epochs_done:.3g} of {curve.epochs}"
+        return PageRun(curve, run.recipe, (under_way, *run.remarks))
+    return run
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + str(key), value
+
+
+def _environment(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """What environment.json says, with one process of an unknown device where it does not."""
+    unknown = {"device": "unknown device", "world_size": 1}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return unknown, ["there is no environment.json: machine, versions and command are not known, minutes are counted for one process"]
+    except ValueError as error:
+        return unknown, [f"environment.json is not valid JSON ({error}): minutes are counted for one process"]
+    if not isinstance(values, dict):
+        return unknown, ["environment.json holds no entries: minutes are counted for one process"]
+    return unknown | values, []
+
+
+def _rows(file: Path) -> tuple[tuple[Mapping[str, float], ...], list[str]]:
+    """Rows in the order of steps, and what had to be left out. Of rows of one step the later counts, as after a resume."""
+    if not file.exists():
+        return (), ["there is no metrics.jsonl: its training has not begun"]
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    by_step: dict[float, Mapping[str, float]] = {}
+    remarks: list[str] = []
+    not_numbers: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = _row(line)
+        if row is None and number == len(lines):
+            remarks.append("the last line of metrics.jsonl is half written and left out")
+        elif row is None:
+            remarks.append(f"line {number} of metrics.jsonl is no row of a run and left out")
+        else:
+            for key in row.keys() - (finite := _finite(row)).keys():
+                not_numbers[key] = not_numbers.get(key, 0) + 1
+            by_step[row["step"]] = finite
+    remarks += [f"{key} is not a finite number in {count:,} row{'' if count == 1 else 's'}" for key, count in sorted(not_numbers.items())]
+    if not by_step and not remarks:
+        remarks.append("metrics.jsonl is empty so far: the first row comes after the first probe")
+    return tuple(by_step[step] for step in sorted(by_step)), remarks
+
+
+def _row(line: str) -> dict[str, float] | None:
+    """The numbers of a line; None where it is cut short or lacks what every row has."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(values, dict) or any(not _is_number(values.get(key)) for key in _IN_EVERY_ROW):
+        return None
+    if values["step"] > 0 and values["images_per_second"] <= 0:
+        return None
+    return {key: value for key, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _finite(row: Mapping[str, float]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if math.isfinite(value)}

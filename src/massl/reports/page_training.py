@@ -1,0 +1,113 @@
+"""The head of the page and the training curves."""
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from massl.reports.page_charts import static_chart
+from massl.reports.page_runs import PageRun
+from massl.reports.page_sections import Section
+from massl.reports.page_series import charts_of, default_axis, plain
+from massl.reports.page_tables import MISSING, Cell, Line, PageTable, table_markup
+from massl.reports.page_templates import rendered
+from massl.reports.training_tables import cautions, device_word, minutes_text
+
+
+def summary_section(runs: Sequence[PageRun]) -> Section:
+    """Each run with what it reached at what cost."""
+    values = {
+        "remarks": remarks_of(runs),
+        "merits": _merits(runs[0]) if len(runs) == 1 else (),
+        "table": table_markup(summary_table(runs)) if len(runs) > 1 else "",
+        "unlike": unlike(runs),
+    }
+    return Section(id="summary", title="Summary", html=rendered("summary.html.j2", values))
+
+
+def training_section(runs: Sequence[PageRun]) -> tuple[Section, dict[str, object]]:
+    """The curves, and their data for the page's scripts."""
+    main, further = charts_of(runs)
+    data = plain([*main, *further], runs, minutes_of=minutes_of(runs))
+    axis = default_axis(runs)
+    titles = {"step": "step", "epoch": "epoch", "minutes": f"{minutes_of(runs)}-minutes"}
+    drawn = [
+        [(chart, static_chart(chart, axis=chart.axis or axis, axis_title=titles[chart.axis or axis])) for chart in charts]
+        for charts in (main, further)
+    ]
+    html = rendered("training.html.j2", {"main": drawn[0], "further": drawn[1]})
+    return Section(id="training", title="Training", html=html), data
+
+
+def minutes_of(runs: Sequence[PageRun]) -> str:
+    """What minutes are minutes of: GPU, CPU or device."""
+    return device_word([run.curve for run in runs])
+
+
+def summary_table(runs: Sequence[PageRun]) -> PageTable:
+    """One line a run."""
+    device = minutes_of(runs)
+    has_memory = any(run.curve.peak_memory_gib is not None for run in runs)
+    columns = ["run", "method", "state", "epochs", "k-NN last, %", "k-NN best, %", f"{device}-minutes", "images/s"]
+    columns += ["peak GiB"] if has_memory else []
+    lines = []
+    for number, run in enumerate(runs):
+        cells = [
+            Cell(text=run.label, run=number),
+            Cell(text=run.curve.method),
+            Cell(text=run.state),
+            Cell(text=f"{run.epochs_done:.3g} of {run.curve.epochs}", number=run.epochs_done),
+            _number(None if run.last is None else run.last.knn_top1, ".1f"),
+            _number(None if run.best is None else run.best.knn_top1, ".1f"),
+            _minutes(run.gpu_minutes),
+            _number(run.curve.images_per_second, ",.0f"),
+        ]
+        cells += [_number(run.curve.peak_memory_gib, ".1f")] if has_memory else []
+        lines.append(Line(cells=tuple(cells)))
+    return PageTable(
+        columns=tuple(columns),
+        lines=tuple(lines),
+        footnotes=(
+            "k-NN: the run's own probe; the best is chosen by what it shows, so it flatters. Minutes: training, times processes, probes "
+            "not counted. Images/s: the median of all rows but the first.",
+        ),
+    )
+
+
+def unlike(runs: Sequence[PageRun]) -> list[str]:
+    """In what the runs cannot be compared; that one is not finished, the table says."""
+    curves = [run.curve for run in runs if run.probes]
+    found = cautions(curves) if len(curves) > 1 else ()
+    return [f"{caution[0].upper()}{caution[1:]}." for caution in found if not caution.startswith("not finished")]
+
+
+def remarks_of(runs: Sequence[PageRun]) -> list[str]:
+    """What a reader must know of the files, with the run's name where there are several."""
+    return [f"{run.label}: {remark}" if len(runs) > 1 else remark for run in runs for remark in run.remarks]
+
+
+def _merits(run: PageRun) -> list[tuple[str, str, str]]:
+    """What, how much, and a few words on it."""
+    best, last, rate, memory = run.best, run.last, run.curve.images_per_second, run.curve.peak_memory_gib
+    device = minutes_of([run])
+    merits = [
+        ("Method", run.curve.method, str(run.curve.settings["backbone.name"])),
+        ("Epochs", f"{run.epochs_done:.3g} of {run.curve.epochs}", run.state),
+        ("k-NN, last", MISSING if last is None else f"{last.knn_top1:.1f} %", "" if last is None else f"at epoch {last.epoch:.3g}"),
+        ("k-NN, best", MISSING if best is None else f"{best.knn_top1:.1f} %", "" if best is None else f"at epoch {best.epoch:.3g}"),
+        ("Images/s", MISSING if rate is None else f"{rate:,.0f}", "median"),
+        (f"{device}-minutes", _minutes(run.gpu_minutes).text, f"{run.curve.num_processes} × {run.curve.device}"),
+    ]
+    return [*merits, ("Peak memory", f"{memory:.1f} GiB", "on one GPU")] if memory is not None else merits
+
+
+def _number(number: float | None, form: str) -> Cell:
+    return Cell(text=MISSING if number is None else f"{number:{form}}", number=number)
+
+
+def _minutes(minutes: float | None) -> Cell:
+    return Cell(text=MISSING if minutes is None else minutes_text(minutes), number=minutes)
+
+
+def legend_markup(runs: Sequence[PageRun]) -> Markup:
+    """One button a run, which shows or hides it in all charts."""
+    return rendered("legend.html.j2", {"labels": [run.label for run in runs]})
