@@ -132,7 +132,13 @@ def write_run(images: Path) -> Callable[..., Path]:
         (folder / "environment.json").write_text(json.dumps(environment))
         if has_backbone:
             backbone = build_backbone(recipe.backbone, seed=0)
-            weights = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=recipe.views.mean, std=recipe.views.std)
+            weights = backbone_bytes(
+                backbone.model,
+                timm_arguments=backbone.timm_arguments,
+                mean=recipe.views.mean,
+                std=recipe.views.std,
+                image_size=recipe.views.global_size,
+            )
             (folder / "backbone.safetensors").write_bytes(weights)
         return folder
 

@@ -24,7 +24,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=8, timm_options=options)
     backbone = build_backbone(settings, seed=0)
     path = tmp_path_factory.mktemp("model") / "backbone.safetensors"
-    path.write_bytes(backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3))
+    path.write_bytes(
+        backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32)
+    )
     return path
 
 

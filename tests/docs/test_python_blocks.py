@@ -31,7 +31,7 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def vit_small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = BackboneSettings(name="vit_small_patch16_224").timm_arguments()
     path = tmp_path_factory.mktemp("weights") / BACKBONE_FILE
-    path.write_bytes(backbone_bytes(create_timm_model(arguments), timm_arguments=arguments, mean=_MEAN, std=_STD))
+    path.write_bytes(backbone_bytes(create_timm_model(arguments), timm_arguments=arguments, mean=_MEAN, std=_STD, image_size=224))
     return path
 
 

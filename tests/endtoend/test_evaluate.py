@@ -231,7 +231,7 @@ def test_weights_are_told_apart_and_found_by_folder_or_file(evaluate: Any, run: 
     options: dict[str, int | float | bool | str] = {"embed_dim": 16, "depth": 1, "num_heads": 2}
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=SIDE, patch_size=4, timm_options=options)
     backbone = build_backbone(settings, seed=0)
-    content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3)
+    content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32)
     (copy / "backbone.safetensors").write_bytes(content)
     answer = evaluate("knn", model=copy / "backbone.safetensors")
     _assert_measured(answer)
@@ -306,7 +306,7 @@ def test_demo_of_the_documentation_runs(massl_here: Any, output: Path, tmp_path:
     options: dict[str, int | float | bool | str] = {"embed_dim": 8, "depth": 1, "num_heads": 1}
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=16, timm_options=options)
     backbone = build_backbone(settings, seed=0)
-    content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3)
+    content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32)
     (tmp_path / "backbone.safetensors").write_bytes(content)
     answer = massl_here("evaluate", tmp_path, "--protocol", "knn", "--train", "demo:train", "--test", "demo:test", "--output", output)
     _assert_measured(answer)

@@ -17,12 +17,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from massl.commands.compare_minutes import TrialStopped, length_for, refuse_other_minutes
 from massl.commands.evaluate import FILE_WIDTH, require_writable, say
 from massl.commands.pretrain import pretrain
+from massl.commands.recipe import load_recipe
 from massl.config import MasslError, RecipeError, Settings
 from massl.reports.tables import ResultsTable
 from massl.reports.training_curves import RunCurve, distinct_labels, read_run
-from massl.reports.training_tables import as_plain, cautions, comparison_document, comparison_table
+from massl.reports.training_tables import as_plain, cautions, comparison_document, comparison_table, equal_cost
 
 _NAME = "comparison"
 _WORDS = frozenset({"run", "method"})  # columns to set flush left; all others hold numbers
@@ -41,6 +43,9 @@ class CompareSettings(Settings):
     recipe: str = Field("", description="the recipe of --methods")
     data: TrainingImages = TrainingImages()
     set: tuple[str, ...] = Field((), description="values of all recipes, e.g. trainer.epochs=40 trainer.batch_size=256")
+    minutes: float | None = Field(
+        None, gt=0, description="train each for this many minutes, probes not counted, instead of its epochs; a short trial tells how many"
+    )
     output: str = Field("", description="folder in which each recipe or method gets a run folder of its own; continued where it is there")
     out: str = Field("", description="folder for comparison.md, .json, .png and .svg; default: that of --output")
 
@@ -56,8 +61,12 @@ class CompareSettings(Settings):
             raise ValueError(f"{wanted} --runs FOLDER FOLDER, or --recipes NAME,NAME, or --methods NAME,NAME --recipe NAME")
         if bool(self.methods) != bool(self.recipe):
             raise ValueError("--methods and --recipe go together: the methods, and the one recipe they are trained by")
-        if self.runs and (self.output or self.set or self.data.source):
-            raise ValueError("--runs are compared as they are; --output, --set and --data.source are for --recipes and --methods")
+        if self.runs and (self.output or self.set or self.data.source or self.minutes):
+            raise ValueError(
+                "--runs are compared as they are; --output, --set, --minutes and --data.source are for --recipes and --methods"
+            )
+        if self.minutes and any(item.startswith("trainer.epochs=") for item in self.set):
+            raise ValueError("--minutes and --set trainer.epochs both say how long to train; give one of them")
         if self.runs and not self.out:
             raise ValueError("where to? Give --out FOLDER for comparison.md, .json, .png and .svg")
         if not self.runs and not self.output:
@@ -99,7 +108,9 @@ def run_comparison(settings: CompareSettings) -> Comparison:
     if settings.runs:
         comparison = _compare([Path(folder).expanduser() for folder in settings.runs], out, command=command, failed={})
     else:
-        trained, failed, signal_number = _train_all(_trainings(settings), settings.data.source)
+        trained, failed, signal_number = _train_all(_trainings(settings), settings.data.source, settings.minutes)
+        if signal_number is not None and not trained:  # in the first trial of --minutes: there is nothing yet to compare
+            return Comparison(folder=out, curves=(), cautions=(), failed=failed, signal_number=signal_number)
         comparison = replace(_compare(trained, out, command=command, failed=failed), signal_number=signal_number)
     _show(comparison)
     return comparison
@@ -151,10 +162,12 @@ def _distinct(names: list[str], what: str) -> list[str]:
     return names
 
 
-def _train_all(trainings: Sequence[_Training], data: str) -> tuple[list[Path], dict[str, str], int | None]:
+def _train_all(trainings: Sequence[_Training], data: str, minutes: float | None) -> tuple[list[Path], dict[str, str], int | None]:
     """One after another; returns the folders of those that trained, what failed, and the signal that ended it early, if one did."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("compare trains in one process; train each recipe with torchrun -m massl pretrain, then massl compare --runs")
+    if minutes is not None:
+        refuse_other_minutes(trainings[0].output.parent, minutes)
     screen = Console(stderr=True, highlight=False)
     trained: list[Path] = []
     failed: dict[str, str] = {}
@@ -162,7 +175,10 @@ def _train_all(trainings: Sequence[_Training], data: str) -> tuple[list[Path], d
         say(screen, f"\n{training.output.name}", style="bold")
         _forget_memory_of_others()
         try:
-            result = pretrain(recipe=training.recipe, output=training.output, data=data or None, overrides=training.overrides)
+            overrides = training.overrides if minutes is None else _filling(minutes, training, data, screen)
+            result = pretrain(recipe=training.recipe, output=training.output, data=data or None, overrides=overrides)
+        except TrialStopped as stopped:
+            return trained, failed, stopped.signal_number
         except MasslError as error:
             failed[training.output.name] = str(error)
         except torch.OutOfMemoryError as error:  # what one method needs and another does not is a result of its own
@@ -174,6 +190,16 @@ def _train_all(trainings: Sequence[_Training], data: str) -> tuple[list[Path], d
         if training.output.name in failed:
             say(screen, f"{training.output.name}: {failed[training.output.name]}", style="red")
     return trained, failed, None
+
+
+def _filling(minutes: float, training: _Training, data: str, screen: Console) -> dict[str, Any]:
+    """The overrides of a training with those that make it last so long."""
+    images = {"data.source": data} if data else {}
+    recipe = load_recipe(training.recipe, {**training.overrides, **images})
+    length = length_for(recipe, run=training.output, minutes=minutes, given=training.overrides)
+    say(screen, f"{training.output.name}: {length.explanation}")
+    _forget_memory_of_others()
+    return {**training.overrides, **length.overrides}
 
 
 def _forget_memory_of_others() -> None:
@@ -204,7 +230,12 @@ def _compare(folders: Sequence[Path], out: Path, *, command: str, failed: Mappin
     require_writable(out, option="out")
     comparison = Comparison(folder=out, curves=tuple(curves), cautions=cautions(curves), failed=problems)
     save_figure(comparison_figure(curves), out / _NAME)
-    plain = {"runs": [as_plain(curve) for curve in curves], "cautions": comparison.cautions, "failed": problems}
+    plain = {
+        "runs": [as_plain(curve) for curve in curves],
+        "equal_cost": equal_cost(curves),
+        "cautions": comparison.cautions,
+        "failed": problems,
+    }
     (out / f"{_NAME}.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     document = comparison_document(curves, failed=problems, command=command, picture=f"{_NAME}.png")
     (out / f"{_NAME}.md").write_text(document, encoding="utf-8")
@@ -215,6 +246,7 @@ def _command(settings: CompareSettings) -> str:
     """The command that gives these settings."""
     words = ["massl", "compare"]
     given = {"runs": settings.runs, "recipes": settings.recipes, "methods": settings.methods, "recipe": [settings.recipe]}
+    given |= {"minutes": [] if settings.minutes is None else [f"{settings.minutes:g}"]}
     given |= {"data.source": [settings.data.source], "set": settings.set, "output": [settings.output], "out": [settings.out]}
     for option, values in given.items():
         if any(values):

@@ -88,6 +88,10 @@ class RunCurve:
         """Of equal ones the earliest."""
         return max(self.knn, key=lambda point: point.knn_top1)
 
+    def until(self, gpu_minutes: float) -> KnnPoint | None:
+        """The last probe that had cost no more; None where there is none, as in a run whose first rows are lost."""
+        return next((point for point in reversed(self.knn) if point.gpu_minutes <= gpu_minutes), None)
+
     @property
     def gpu_minutes(self) -> float:
         """Training until the last row, probes not counted, times the number of processes."""
@@ -143,6 +147,11 @@ def read_run(folder: str | Path) -> RunCurve:
             "training images have no labels) and probes.every_epochs above 0"
         )
     return RunCurve(folder=path, label=path.resolve().name, settings=settings, environment=environment, rows=rows)
+
+
+def minutes_in_common(curves: Sequence[RunCurve]) -> float:
+    """GPU-minutes that every run had trained by its last probe: at so many they are compared at equal cost."""
+    return min(curve.last.gpu_minutes for curve in curves)
 
 
 def distinct_labels(folders: Sequence[Path]) -> list[str]:

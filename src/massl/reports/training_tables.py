@@ -6,7 +6,7 @@ from typing import Any
 
 from massl.reports.paper import PaperTable, paper_tables
 from massl.reports.tables import ResultsTable, as_markdown
-from massl.reports.training_curves import RunCurve
+from massl.reports.training_curves import RunCurve, minutes_in_common
 
 # Settings that decide how many steps there are and how long one takes, by how their keys begin. What belongs to a method (method.*) and how
 # it is tuned (optimizer.*, probabilities of views) is what a comparison is about.
@@ -35,7 +35,8 @@ _UNKNOWN = "–"
 _HOW_IT_IS_COUNTED = (
     "Minutes are those of training until the last probe, times the number of processes. Reading images, recording or compiling the first "
     "steps, and checkpoints count; probes do not. Images a second: the median over the rows of metrics.jsonl but the first. GiB: the most "
-    "that was allocated on one GPU, by probes too. k-NN: the probe, in percent; the best is chosen by what it shows: it flatters."
+    "that was allocated on one GPU, by probes too. k-NN: the probe, in percent; the best is chosen by what it shows: it flatters. At equal minutes: "
+    "the last probe of each run at or before the last probe of the shortest, and when that was."
 )
 _ABOUT_THE_PAPER = (
     "Other data, networks and machines: compare the ratios, not the figures. The paper's k-NN is measured on all of ImageNet, its memory "
@@ -82,11 +83,14 @@ def in_words(key: str, by_label: Mapping[str, Any]) -> str:
 
 
 def comparison_table(curves: Sequence[RunCurve]) -> ResultsTable:
-    """One line a run: k-NN at its first, last and best probe, and what training had cost at the last."""
+    """One line a run: k-NN at its first, last and best probe and at the minutes all runs have in common, and what training had cost at the last."""
     base, device = base_of(curves), device_word(curves)
     has_ratios = len(curves) > 1
     has_memory = any(curve.peak_memory_gib is not None for curve in curves)
-    columns = ["run", "method", "epochs done", "k-NN start", "k-NN last", "k-NN best (epoch)", f"{device} min"]
+    common = minutes_in_common(curves)
+    columns = ["run", "method", "epochs done", "k-NN start", "k-NN last", "k-NN best (epoch)"]
+    columns += [f"k-NN at {minutes_text(common)} {device} min (probe at)"] if has_ratios else []
+    columns += [f"{device} min"]
     columns += ["time ×"] if has_ratios else []
     columns += ["images a second"]
     columns += [f"GiB a {device}"] if has_memory else []
@@ -95,6 +99,7 @@ def comparison_table(curves: Sequence[RunCurve]) -> ResultsTable:
     for curve in curves:
         line = [curve.label, curve.method, f"{_number(curve.last.epoch)}/{curve.epochs}"]
         line += [f"{curve.first.knn_top1:.1f}", f"{curve.last.knn_top1:.1f}", f"{curve.best.knn_top1:.1f} ({_number(curve.best.epoch)})"]
+        line += [_knn_until(curve, common)] if has_ratios else []
         line += [minutes_text(curve.last.gpu_minutes)]
         line += [_ratio(_minutes_an_image(curve), _minutes_an_image(base))] if has_ratios else []
         line += [_UNKNOWN if curve.images_per_second is None else f"{curve.images_per_second:,.0f}"]
@@ -103,6 +108,13 @@ def comparison_table(curves: Sequence[RunCurve]) -> ResultsTable:
         lines.append(tuple(line))
     about_ratios = (f"×: as a multiple of {base.label}, time by the image seen",) if has_ratios else ()
     return ResultsTable(title=shared_by(curves), columns=tuple(columns), lines=tuple(lines), footnotes=(*about_ratios, *cautions(curves)))
+
+
+def equal_cost(curves: Sequence[RunCurve]) -> dict[str, Any]:
+    """In comparison.json: the minutes that all runs have in common, and each run's last probe until then."""
+    common = minutes_in_common(curves)
+    points = {curve.label: curve.until(common) for curve in curves}
+    return {"gpu_minutes": common, "knn": {label: None if point is None else point._asdict() for label, point in points.items()}}
 
 
 def paper_time_table() -> ResultsTable:
@@ -220,6 +232,12 @@ def shared_by(curves: Sequence[RunCurve]) -> str:
 def _minutes_an_image(curve: RunCurve) -> float | None:
     """By the image, so that runs of different length can be told by it too."""
     return curve.gpu_minutes / curve.images_seen if curve.images_seen else None
+
+
+def _knn_until(curve: RunCurve, gpu_minutes: float) -> str:
+    """ "61.2 (1.48)": how good, and at how many minutes the run was probed so."""
+    point = curve.until(gpu_minutes)
+    return _UNKNOWN if point is None else f"{point.knn_top1:.1f} ({minutes_text(point.gpu_minutes)})"
 
 
 def _ratio(value: float | None, base: float | None) -> str:

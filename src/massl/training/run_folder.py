@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from massl import distributed
-from massl.config import MasslError, RecipeError, Settings, fingerprint, flatten, read_yaml, to_yaml, validate
+from massl.config import MasslError, RecipeError, Settings, flatten, read_yaml, to_yaml, validate
 from massl.training.checkpoint import write_atomically
 
 # These say where, how long and how often, not what is computed: a continued run may change them.
@@ -57,9 +57,14 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    @property
-    def fingerprint(self) -> str:
-        return fingerprint(binding_values(self.recipe))
+    def binding_text(self) -> str:
+        """What decides the result, for a checkpoint to keep."""
+        return json.dumps(binding_values(self.recipe), sort_keys=True)
+
+    def differences_from(self, kept: str) -> list[str]:
+        """In words, what a checkpoint was trained with otherwise; settings that did not exist then cannot differ."""
+        now = json.loads(self.binding_text())
+        return [f"{key} was {value!r}, now {now.get(key)!r}" for key, value in json.loads(kept).items() if now.get(key) != value]
 
     @contextlib.contextmanager
     def claimed(self, *, is_writer: bool) -> Iterator[None]:

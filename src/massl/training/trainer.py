@@ -260,12 +260,18 @@ class Trainer:
         if distributed.is_main():
             state = {
                 "step": done,
-                "recipe_fingerprint": self.folder.fingerprint,
+                "recipe": self.folder.binding_text(),
                 "method": self.method.state_dict(),
                 "optimizer": self.optimizer.portable_state(),
             }
             backbone = self.method.backbone_to_evaluate()
-            content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=self.views.mean, std=self.views.std)
+            content = backbone_bytes(
+                backbone.model,
+                timm_arguments=backbone.timm_arguments,
+                mean=self.views.mean,
+                std=self.views.std,
+                image_size=self.views.global_size,
+            )
             # First: a run whose last checkpoint exists counts as finished, so its backbone must be there by then.
             self.folder.write_bytes(BACKBONE_FILE, content)
             self.store.save(done, state, milestone_every=self._milestone_steps)
@@ -282,8 +288,9 @@ class Trainer:
         state = self.store.load_latest(display.warn)
         if state is None:
             return None
-        if state["recipe_fingerprint"] != self.folder.fingerprint:
-            raise RecipeError(f"the checkpoint in {self.folder.path} belongs to another recipe; choose another --output")
+        if differences := self.folder.differences_from(state["recipe"]):
+            which = f"{self.folder.path} belongs to another recipe ({'; '.join(differences)})"
+            raise RecipeError(f"the checkpoint in {which}; choose another --output")
         self.method.load_state_dict(state["method"])
         self.optimizer.load_portable_state(state["optimizer"])
         step = int(state["step"])

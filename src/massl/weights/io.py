@@ -36,19 +36,22 @@ class BackboneContent:
     timm_arguments: dict[str, Any]  # what builds the empty model
     mean: tuple[float, float, float]  # of the images it was trained on
     std: tuple[float, float, float]
+    image_size: int | None  # side of the views it was trained on; None in files that do not tell it
 
 
-def backbone_bytes(model: nn.Module, *, timm_arguments: Mapping[str, Any], mean: tuple[float, ...], std: tuple[float, ...]) -> bytes:
+def backbone_bytes(
+    model: nn.Module, *, timm_arguments: Mapping[str, Any], mean: tuple[float, ...], std: tuple[float, ...], image_size: int
+) -> bytes:
     """The file content for a timm model."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    metadata = {"format": "pt", "timm": json.dumps(dict(timm_arguments)), "mean": json.dumps(mean), "std": json.dumps(std)}
-    return safetensors.torch.save(tensors, metadata)
+    facts = {"timm": dict(timm_arguments), "mean": mean, "std": std, "image_size": image_size}
+    return safetensors.torch.save(tensors, {"format": "pt", **{name: json.dumps(fact) for name, fact in facts.items()}})
 
 
 def load_backbone(run: str | Path) -> nn.Module:
     """The pre-trained teacher backbone of a run (its folder, or the .safetensors file itself) as a plain timm model in eval mode.
 
-    `model(images)` gives the features; `model.default_cfg` holds the mean and std its images are normalised with. Vision transformers
+    `model(images)` gives the features; `model.default_cfg` holds size, mean and std of the images it was trained on. Vision transformers
     accept images of any size that is a multiple of the patch.
     """
     path = backbone_path(run)
@@ -61,7 +64,14 @@ def load_backbone(run: str | Path) -> nn.Module:
     model = create_timm_model(arguments)
     load_strictly(model, content.tensors, origin=str(path))
     model.default_cfg.update(mean=content.mean, std=content.std)  # type: ignore[operator, union-attr]
+    set_image_size(model, content.image_size)
     return model.eval()
+
+
+def set_image_size(model: nn.Module, image_size: int | None) -> None:
+    """Note the size of the images it was trained on where timm keeps that of its published weights."""
+    if image_size is not None:
+        model.default_cfg.update(input_size=(3, image_size, image_size))  # type: ignore[operator, union-attr]
 
 
 def backbone_path(run: str | Path) -> Path:
@@ -90,9 +100,10 @@ def backbone_content(path: Path, tensors: dict[str, Tensor], metadata: Mapping[s
         return None
     try:
         timm_arguments, mean, std = (json.loads(metadata[key]) for key in ("timm", "mean", "std"))
+        image_size = json.loads(metadata.get("image_size", "null"))
     except (KeyError, ValueError) as error:
         raise WeightsError(f"the metadata of {path} are damaged ({error!r}); write the file anew") from error
-    return BackboneContent(tensors=tensors, timm_arguments=timm_arguments, mean=tuple(mean), std=tuple(std))
+    return BackboneContent(tensors=tensors, timm_arguments=timm_arguments, mean=tuple(mean), std=tuple(std), image_size=image_size)
 
 
 def read_pickled(path: Path) -> Any:

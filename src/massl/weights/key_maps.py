@@ -109,7 +109,7 @@ def _weights_of(checkpoint: Any, *, origin: str) -> tuple[str | None, dict[str, 
     """The state dict in a file, and the entry it is under."""
     if not isinstance(checkpoint, Mapping):
         raise WeightsError(f"{origin} holds a {type(checkpoint).__name__} instead of a state dict. {_known()}")
-    if {"method", "recipe_fingerprint"} <= checkpoint.keys():
+    if {"method", "recipe", "optimizer"} <= checkpoint.keys():
         raise WeightsError(
             f"{origin} is a training checkpoint of massl; give the folder of the run instead, whose backbone is a file there"
         )

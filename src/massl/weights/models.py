@@ -23,6 +23,7 @@ from massl.weights.io import (
     load_strictly,
     read_pickled,
     read_safetensors,
+    set_image_size,
 )
 from massl.weights.key_maps import backbone_of, shape_of
 
@@ -92,6 +93,7 @@ def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int
     if num_heads is not None and num_heads != _num_heads(backbone.model):
         raise WeightsError(f"{path} was written by massl and tells its own number of heads, which is not {num_heads}; leave num_heads out")
     load_strictly(backbone.model, content.tensors, origin=str(path))
+    set_image_size(backbone.model, content.image_size)
     origin = f"teacher of {path}" if path.is_dir() else f"backbone {path}"
     return _loaded(backbone, name=name, origin=origin, mean=content.mean, std=content.std)
 

@@ -48,7 +48,13 @@ def make_run(tmp_path: Path) -> MakeRun:
         recipe = load_recipe("demo", {**SMALL, "data.source": str(source), **(changes or {})})
         (folder / "recipe.yaml").write_text(to_yaml(recipe))
         backbone = build_backbone(recipe.backbone, seed=0)
-        weights = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=recipe.views.mean, std=recipe.views.std)
+        weights = backbone_bytes(
+            backbone.model,
+            timm_arguments=backbone.timm_arguments,
+            mean=recipe.views.mean,
+            std=recipe.views.std,
+            image_size=recipe.views.global_size,
+        )
         (folder / "backbone.safetensors").write_bytes(weights)
         return folder
 

@@ -195,7 +195,7 @@ def test_without_labels_there_are_instance_pairs_only(map_source: ArraySource, t
 def test_another_model_may_choose_the_points(map_source: ArraySource, tmp_path: Path) -> None:
     other = tiny_backbone(patch=16, seed=3)
     file = tmp_path / "other.safetensors"
-    file.write_bytes(backbone_bytes(other.model, timm_arguments=other.timm_arguments, mean=MEAN, std=STD))
+    file.write_bytes(backbone_bytes(other.model, timm_arguments=other.timm_arguments, mean=MEAN, std=STD, image_size=32))
     measured(loaded(tiny_backbone()), map_source, tmp_path / "a", num_figures=1, points_model=str(file))
     captions = json.loads((tmp_path / "a/correspondence/figures.json").read_text())
     assert captions["points_chosen_by_attention_of"] == str(file)

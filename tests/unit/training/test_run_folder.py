@@ -1,4 +1,5 @@
 import gc
+import json
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,19 @@ def test_what_decides_no_result_may_change(tmp_path: Path) -> None:
     claim(tmp_path)
     claim(tmp_path, trainer__max_steps=7, data__num_workers=0, trainer__accumulation_steps=2, trainer__device="cpu")
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["trainer"]["max_steps"] == 7  # the file says what was run last
-    same, other = RunFolder(tmp_path, recipe(trainer__keep_checkpoints=9)), RunFolder(tmp_path, recipe(optimizer__learning_rate=1.0))
-    assert same.fingerprint == RunFolder(tmp_path, recipe()).fingerprint != other.fingerprint
+    kept = RunFolder(tmp_path, recipe()).binding_text()
+    assert RunFolder(tmp_path, recipe(trainer__keep_checkpoints=9)).differences_from(kept) == []
+
+
+def test_a_checkpoint_of_other_values_differs_but_not_for_settings_that_it_did_not_know(tmp_path: Path) -> None:
+    kept = RunFolder(tmp_path, recipe()).binding_text()
+    (difference,) = RunFolder(tmp_path, recipe(optimizer__learning_rate=1.0)).differences_from(kept)
+    assert difference.startswith("optimizer.learning_rate was ")
+    assert difference.endswith(", now 1.0")
+    older = {key: value for key, value in json.loads(kept).items() if key != "optimizer.learning_rate"}
+    assert RunFolder(tmp_path, recipe(optimizer__learning_rate=1.0)).differences_from(json.dumps(older)) == []
+    newer = {**json.loads(kept), "optimizer.nesterov": True}
+    assert RunFolder(tmp_path, recipe()).differences_from(json.dumps(newer)) == ["optimizer.nesterov was True, now None"]
 
 
 def test_everything_that_may_change_exists() -> None:

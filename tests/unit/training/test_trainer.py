@@ -189,7 +189,7 @@ def test_activation_checkpointing_trains_the_same_networks_bit_for_bit(straight_
 
 def test_a_checkpoint_of_another_recipe_is_refused(straight_run: Path, tmp_path: Path) -> None:
     fit(tmp_path, trainer__max_steps=1)
-    with pytest.raises(RecipeError, match="belongs to another recipe; choose another --output"):
+    with pytest.raises(RecipeError, match=r"belongs to another recipe \(optimizer\.learning_rate was 0\.01, now 0\.02\); choose another"):
         fit(tmp_path, optimizer__learning_rate=0.02)
 
 

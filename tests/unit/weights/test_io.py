@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from massl.nn.backbone import BackboneSettings, build_backbone
-from massl.weights.io import BACKBONE_FILE, WeightsError, backbone_bytes, load_backbone
+from massl.weights.io import BACKBONE_FILE, WeightsError, backbone_bytes, load_backbone, read_safetensors
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 VIT = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=8, timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2})
@@ -15,7 +15,7 @@ RESNET = BackboneSettings(name="resnet18", timm_options={"drop_rate": 0.0})
 
 def write_run(folder: Path, settings: BackboneSettings) -> torch.nn.Module:
     backbone = build_backbone(settings, seed=3).eval()
-    content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD)
+    content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD, image_size=32)
     (folder / BACKBONE_FILE).write_bytes(content)
     return backbone
 
@@ -35,6 +35,19 @@ def test_the_model_says_how_its_images_are_normalised(tmp_path: Path) -> None:
     assert timm.create_model("vit_tiny_patch16_224").default_cfg["mean"] != MEAN  # timm's own is left alone
 
 
+@pytest.mark.parametrize("settings", [VIT, RESNET], ids=["transformer", "convolutional"])
+def test_the_model_says_for_which_size_it_was_trained(tmp_path: Path, settings: BackboneSettings) -> None:
+    write_run(tmp_path, settings)
+    assert timm.data.resolve_data_config(model=load_backbone(tmp_path))["input_size"] == (3, 32, 32)
+
+
+def test_a_file_that_does_not_tell_the_size_is_read_all_the_same(tmp_path: Path) -> None:
+    write_run(tmp_path, RESNET)
+    tensors, metadata = read_safetensors(tmp_path / BACKBONE_FILE)
+    save_file(tensors, tmp_path / BACKBONE_FILE, {key: value for key, value in metadata.items() if key != "image_size"})
+    assert load_backbone(tmp_path).default_cfg["input_size"] == (3, 224, 224)
+
+
 def test_a_transformer_takes_images_of_other_sizes(tmp_path: Path) -> None:
     write_run(tmp_path, VIT)
     assert load_backbone(tmp_path)(torch.zeros(1, 3, 32, 24)).shape == (1, 24)
@@ -42,7 +55,9 @@ def test_a_transformer_takes_images_of_other_sizes(tmp_path: Path) -> None:
 
 def test_a_student_with_drop_path_is_saved_under_plain_keys_too(tmp_path: Path) -> None:
     backbone = build_backbone(VIT, seed=0, drop_path_rate=0.3)
-    (tmp_path / BACKBONE_FILE).write_bytes(backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD))
+    (tmp_path / BACKBONE_FILE).write_bytes(
+        backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD, image_size=32)
+    )
     assert load_backbone(tmp_path).state_dict().keys() == build_backbone(VIT, seed=0).model.state_dict().keys()
 
 

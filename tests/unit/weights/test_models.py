@@ -120,7 +120,7 @@ LAYOUTS: dict[str, tuple[Callable[[State], Any], str]] = {
 def own_file(folder: Path, state: State, arguments: dict[str, Any]) -> Path:
     model = create_timm_model(arguments)
     model.load_state_dict(state)
-    (folder / BACKBONE_FILE).write_bytes(backbone_bytes(model, timm_arguments=arguments, mean=MEAN, std=STD))
+    (folder / BACKBONE_FILE).write_bytes(backbone_bytes(model, timm_arguments=arguments, mean=MEAN, std=STD, image_size=32))
     return folder / BACKBONE_FILE
 
 
@@ -160,7 +160,7 @@ def test_a_convolutional_run_opens_too(tmp_path: Path) -> None:
     own_file(tmp_path, model.state_dict(), arguments)
     opened = open_model(tmp_path)
     assert torch.equal(opened.backbone(IMAGES).pooled, model(IMAGES))
-    assert (opened.mean, opened.image_size, opened.architecture) == (MEAN, 160, "test_resnet")
+    assert (opened.mean, opened.image_size, opened.architecture) == (MEAN, 32, "test_resnet")
 
 
 def test_a_folder_without_a_backbone_is_refused(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_random_weights_cannot_be_asked_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_training_checkpoint_of_massl_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
-    file = saved(tmp_path / "step_000000010.pt", {"method": {"teacher.x": torch.ones(1)}, "recipe_fingerprint": "a", "optimizer": {}})
+    file = saved(tmp_path / "step_000000010.pt", {"method": {"teacher.x": torch.ones(1)}, "recipe": "{}", "optimizer": {}})
     with pytest.raises(WeightsError, match="give the folder of the run instead"):
         open_model(file)
 
@@ -302,7 +302,7 @@ def test_a_massl_file_with_a_missing_key_is_refused_by_name(tmp_path: Path) -> N
     file = own_file(tmp_path, tiny_state(), {**TINY, "depth": 2})
     arguments = {**TINY, "depth": 3}
     model = create_timm_model(TINY)
-    file.write_bytes(backbone_bytes(model, timm_arguments=arguments, mean=MEAN, std=STD))
+    file.write_bytes(backbone_bytes(model, timm_arguments=arguments, mean=MEAN, std=STD, image_size=32))
     with pytest.raises(WeightsError, match=r"missing blocks\.2\.attn\.proj\.bias, "):
         open_model(file)
 

@@ -1,0 +1,129 @@
+"""Methods at equal training time: a short trial tells a recipe's speed, and the speed how many epochs fill the minutes."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from massl.commands.pretrain import pretrain
+from massl.commands.recipe import PretrainRecipe, load_recipe
+from massl.config import MasslError, RecipeError, flatten
+from massl.data.order import EpochOrder
+from massl.data.sources import open_source
+from massl.training.checkpoint import write_atomically
+
+# The first interval compiles or records the step, the second may record it again (DINO's prototypes begin to move); the third is measured.
+_NUM_INTERVALS, _STEPS_AN_INTERVAL = 3, 20
+_NUM_STEPS = _NUM_INTERVALS * _STEPS_AN_INTERVAL
+_WARM_UPS = ("optimizer.warmup_epochs", "method.teacher.temperature_warmup_epochs")
+_RECORD = "minutes.json"
+
+
+class TrialStopped(Exception):
+    """A signal ended a trial; the same command measures again."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"signal {signal_number}")
+        self.signal_number = signal_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Length:
+    """How long a recipe trains to fill the minutes."""
+
+    overrides: Mapping[str, Any]  # of the recipe: its epochs, and the warm-ups that were shortened with them
+    explanation: str  # for the screen
+
+
+def length_for(recipe: PretrainRecipe, *, run: Path, minutes: float, given: Collection[str]) -> Length:
+    """The epochs of a run that is there already; else those that a trial says, which are then noted in minutes.json beside the run.
+
+    Warm-ups are shortened as the run is; those whose keys are among `given` stay as they are.
+    """
+    if recipe.trainer.max_steps is not None:
+        raise RecipeError("trainer.max_steps would end the training before the --minutes are over; --set trainer.max_steps=null")
+    if (run / "recipe.yaml").exists():
+        epochs = load_recipe(run / "recipe.yaml").trainer.epochs
+        shortened = _shortened_warm_ups(recipe, epochs=epochs, given=given)
+        return Length(overrides={"trainer.epochs": epochs, **shortened}, explanation=f"the run is there: its {epochs} epochs are kept")
+    images_per_second = measured_images_per_second(recipe, name=run.name, beside=run.parent)
+    steps_per_epoch = _steps_per_epoch(recipe)
+    epochs = epochs_in(minutes, images_per_second=images_per_second, images_an_epoch=steps_per_epoch * recipe.trainer.batch_size)
+    shortened = _shortened_warm_ups(recipe, epochs=epochs, given=given)
+    overrides = {"trainer.epochs": epochs, **shortened}
+    _note(run, minutes=minutes, values={"images_per_second": images_per_second, **overrides})
+    before = flatten(recipe)
+    changes = [f"{key} {value:g} instead of {before[key]:g}" for key, value in overrides.items() if value != before[key]]
+    speed = f"{images_per_second:,.0f} images a second, {steps_per_epoch} steps an epoch: {minutes:g} minutes are {epochs} epochs"
+    return Length(overrides=overrides, explanation="; ".join([speed, *changes]))
+
+
+def epochs_in(minutes: float, *, images_per_second: float, images_an_epoch: int) -> int:
+    """Whole epochs, at least one: schedules are made of them."""
+    return max(1, round(minutes * 60 * images_per_second / images_an_epoch))
+
+
+def measured_images_per_second(recipe: PretrainRecipe, *, name: str, beside: Path) -> float:
+    """The speed of the last steps of a trial, in a folder of its own that goes when the trial is over, and stays where it failed."""
+    beside.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"trial-{name}-", dir=beside))
+    trial = {
+        "trainer.epochs": max(recipe.trainer.epochs, _NUM_STEPS),  # an epoch may be a single step
+        "trainer.max_steps": _NUM_STEPS,
+        "trainer.log_every_steps": _STEPS_AN_INTERVAL,
+        "trainer.checkpoint_every_steps": _NUM_STEPS,
+        "trainer.milestone_every_epochs": 0,
+        "probes.every_epochs": 0,
+    }
+    try:
+        result = pretrain(recipe=recipe, output=folder, overrides=trial)
+    except MasslError as error:
+        raise MasslError(f"the trial of its speed failed, see {folder}: {error}") from error
+    shutil.rmtree(folder)
+    if result.signal_number is not None:
+        raise TrialStopped(result.signal_number)
+    return result.metrics[-1]["images_per_second"]
+
+
+def refuse_other_minutes(folder: Path, minutes: float) -> None:
+    """Runs of one length are not continued as runs of another."""
+    noted = _noted(folder)
+    if noted and noted["minutes"] != minutes:
+        raise RecipeError(
+            f"{folder} holds runs of --minutes {noted['minutes']:g}, not {minutes:g}; give the same to continue them, or another --output"
+        )
+
+
+def _steps_per_epoch(recipe: PretrainRecipe) -> int:
+    trainer = recipe.trainer
+    return EpochOrder(len(open_source(recipe.data.source)), batch_size=trainer.batch_size, seed=trainer.seed).steps_per_epoch
+
+
+def _shortened_warm_ups(recipe: PretrainRecipe, *, epochs: int, given: Collection[str]) -> dict[str, float]:
+    """In proportion to the epochs, where these are fewer than the recipe's."""
+    if epochs >= recipe.trainer.epochs:
+        return {}
+    values = flatten(recipe)
+    share = epochs / recipe.trainer.epochs
+    return {key: round(values[key] * share, 3) for key in _WARM_UPS if values.get(key) and key not in given}
+
+
+def _noted(folder: Path) -> dict[str, Any]:
+    """What minutes.json says; nothing where it is not there."""
+    file = folder / _RECORD
+    if not file.exists():
+        return {}
+    try:
+        noted = json.loads(file.read_text(encoding="utf-8"))
+        return {"minutes": float(noted["minutes"]), "runs": dict(noted["runs"])}
+    except (ValueError, KeyError, TypeError):
+        raise MasslError(f"{file} is not as massl compare --minutes writes it; choose another --output") from None
+
+
+def _note(run: Path, *, minutes: float, values: Mapping[str, float]) -> None:
+    runs = _noted(run.parent).get("runs", {}) | {run.name: dict(values)}
+    text = json.dumps({"minutes": minutes, "runs": runs}, indent=2) + "\n"
+    write_atomically(run.parent / _RECORD, lambda file: file.write(text.encode()))
