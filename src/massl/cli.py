@@ -108,8 +108,9 @@ _COMPARE_HELP = """Put runs side by side: k-NN accuracy, time and memory.
 massl compare --runs runs/a runs/b --out comparison
 massl compare --methods massl,dino,ibot --recipe demo --output runs/compare
 massl compare --recipes massl-tiny,dino-tiny --data.source photos/ --set trainer.epochs=20 --output runs/compare
+massl compare --recipes massl-tiny,dino-tiny --data.source photos/ --minutes 10 --output runs/compare
 
-The last two train first, each into a folder of its own below --output; the same command again continues. Table, commands and figure go to
+The last three train first, each into a folder of its own below --output; the same command again continues. Table, commands and figure go to
 comparison.md, .json, .png and .svg."""
 
 _ABLATE_HELP = """Repeat one of the paper's ablations on your images.

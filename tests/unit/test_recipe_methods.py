@@ -97,8 +97,11 @@ def test_every_method_has_recipes_of_each_size_and_a_place_in_the_demo(name: str
     assert METHODS.keys() == SETTINGS.keys()
 
 
-@pytest.mark.parametrize("size", ["cifar", "tiny"])
-@pytest.mark.parametrize("name", METHODS)
+SMALL = [(name, size) for size in ("cifar", "tiny") for name in METHODS]
+SMALL += [(name, "imagenette") for name in ("massl", "dino", "ibot", "mocov3")]
+
+
+@pytest.mark.parametrize(("name", "size"), SMALL)
 def test_small_recipes_of_all_methods_differ_in_nothing_that_costs(name: str, size: str) -> None:
     """So that a comparison is one of methods: same network, images, epochs and batch."""
     ours, other = load_recipe(f"massl-{size}"), load_recipe(f"{name}-{size}")
@@ -110,6 +113,22 @@ def test_small_recipes_of_all_methods_differ_in_nothing_that_costs(name: str, si
         ours.backbone.patch_size,
     )
     assert (other.views.global_size, other.views.local_size) == (ours.views.global_size, ours.views.local_size)
+
+
+@pytest.mark.parametrize("name", [f"{name}-imagenette" for name in ("massl", "dino", "ibot", "mocov3")])
+def test_the_imagenette_recipes_are_vits8_at_112_px_with_all_that_follows_from_it(name: str) -> None:
+    recipe = load_recipe(name)
+    assert (recipe.backbone.name, recipe.backbone.image_size, recipe.backbone.patch_size) == ("vit_small_patch16_224", 112, 8)
+    assert (recipe.views.num_global, recipe.views.num_local) == (2, 0 if name.startswith("mocov3") else 6)
+    assert (recipe.views.global_size, recipe.views.local_size) == (112, 48)
+    assert recipe.views.blur_sigma == (0.1, 2.0 * 112 / 224)
+    assert (recipe.trainer.epochs, recipe.trainer.batch_size) == (100, 256)
+    assert "Not run yet" in shipped_recipes()[name].read_text()
+
+
+def test_the_memory_of_massl_imagenette_is_smaller_than_the_data_set() -> None:
+    memory = load_recipe("massl-imagenette").method.memory
+    assert (memory.num_rows, memory.block_size) == (4096, 1024)
 
 
 def test_every_recipe_file_names_its_method() -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from massl.commands.compare_minutes import TrialStopped, length_for, refuse_other_minutes
+from massl.commands.compare_minutes import TrialStopped, filling, refuse_other_minutes
 from massl.commands.evaluate import FILE_WIDTH, require_writable, say
 from massl.commands.pretrain import pretrain
 from massl.commands.recipe import load_recipe
@@ -108,6 +108,8 @@ def run_comparison(settings: CompareSettings) -> Comparison:
     if settings.runs:
         comparison = _compare([Path(folder).expanduser() for folder in settings.runs], out, command=command, failed={})
     else:
+        if settings.minutes is not None:
+            refuse_other_minutes(Path(settings.output).expanduser(), settings.minutes)
         trained, failed, signal_number = _train_all(_trainings(settings), settings.data.source, settings.minutes)
         if signal_number is not None and not trained:  # in the first trial of --minutes: there is nothing yet to compare
             return Comparison(folder=out, curves=(), cautions=(), failed=failed, signal_number=signal_number)
@@ -166,8 +168,6 @@ def _train_all(trainings: Sequence[_Training], data: str, minutes: float | None)
     """One after another; returns the folders of those that trained, what failed, and the signal that ended it early, if one did."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError("compare trains in one process; train each recipe with torchrun -m massl pretrain, then massl compare --runs")
-    if minutes is not None:
-        refuse_other_minutes(trainings[0].output.parent, minutes)
     screen = Console(stderr=True, highlight=False)
     trained: list[Path] = []
     failed: dict[str, str] = {}
@@ -175,7 +175,7 @@ def _train_all(trainings: Sequence[_Training], data: str, minutes: float | None)
         say(screen, f"\n{training.output.name}", style="bold")
         _forget_memory_of_others()
         try:
-            overrides = training.overrides if minutes is None else _filling(minutes, training, data, screen)
+            overrides = training.overrides if minutes is None else _overrides_filling(minutes, training, data, screen)
             result = pretrain(recipe=training.recipe, output=training.output, data=data or None, overrides=overrides)
         except TrialStopped as stopped:
             return trained, failed, stopped.signal_number
@@ -192,14 +192,17 @@ def _train_all(trainings: Sequence[_Training], data: str, minutes: float | None)
     return trained, failed, None
 
 
-def _filling(minutes: float, training: _Training, data: str, screen: Console) -> dict[str, Any]:
+def _overrides_filling(minutes: float, training: _Training, data: str, screen: Console) -> dict[str, Any]:
     """The overrides of a training with those that make it last so long."""
     images = {"data.source": data} if data else {}
     recipe = load_recipe(training.recipe, {**training.overrides, **images})
-    length = length_for(recipe, run=training.output, minutes=minutes, given=training.overrides)
-    say(screen, f"{training.output.name}: {length.explanation}")
+
+    def tell(what: str) -> None:
+        say(screen, f"{training.output.name}: {what}")
+
+    length = filling(minutes, recipe, run=training.output, given=training.overrides, tell=tell)
     _forget_memory_of_others()
-    return {**training.overrides, **length.overrides}
+    return {**training.overrides, **length}
 
 
 def _forget_memory_of_others() -> None:

@@ -3,11 +3,11 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from massl.commands.evaluate import require_writable
 from massl.commands.pretrain import pretrain
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import MasslError, RecipeError, flatten
@@ -30,45 +30,35 @@ class TrialStopped(Exception):
         self.signal_number = signal_number
 
 
-@dataclass(frozen=True, kw_only=True)
-class Length:
-    """How long a recipe trains to fill the minutes."""
+def filling(
+    minutes: float, recipe: PretrainRecipe, *, run: Path, given: Collection[str], tell: Callable[[str], None]
+) -> dict[str, Any]:  # dotted overrides of the recipe
+    """The epochs that fill the minutes, and the warm-ups shortened with them but for those among `given`.
 
-    overrides: Mapping[str, Any]  # of the recipe: its epochs, and the warm-ups that were shortened with them
-    explanation: str  # for the screen
-
-
-def length_for(recipe: PretrainRecipe, *, run: Path, minutes: float, given: Collection[str]) -> Length:
-    """The epochs of a run that is there already; else those that a trial says, which are then noted in minutes.json beside the run.
-
-    Warm-ups are shortened as the run is; those whose keys are among `given` stay as they are.
+    A run that is there already keeps its epochs; else a trial says how many, which is noted in minutes.json beside the run.
     """
     if recipe.trainer.max_steps is not None:
         raise RecipeError("trainer.max_steps would end the training before the --minutes are over; --set trainer.max_steps=null")
     if (run / "recipe.yaml").exists():
         epochs = load_recipe(run / "recipe.yaml").trainer.epochs
-        shortened = _shortened_warm_ups(recipe, epochs=epochs, given=given)
-        return Length(overrides={"trainer.epochs": epochs, **shortened}, explanation=f"the run is there: its {epochs} epochs are kept")
+        tell(f"the run is there: its length stays trainer.epochs {epochs}")
+        return {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
+    require_writable(run.parent, option="output")
+    tell(f"a trial of {_NUM_STEPS} steps, for its speed")
     images_per_second = measured_images_per_second(recipe, name=run.name, beside=run.parent)
     steps_per_epoch = _steps_per_epoch(recipe)
-    epochs = epochs_in(minutes, images_per_second=images_per_second, images_an_epoch=steps_per_epoch * recipe.trainer.batch_size)
-    shortened = _shortened_warm_ups(recipe, epochs=epochs, given=given)
-    overrides = {"trainer.epochs": epochs, **shortened}
+    exact = minutes * 60 * images_per_second / (steps_per_epoch * recipe.trainer.batch_size)
+    epochs = max(1, round(exact))  # schedules are made of whole ones
+    overrides = {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
     _note(run, minutes=minutes, values={"images_per_second": images_per_second, **overrides})
+    speed = f"{images_per_second:,.0f} images a second, {steps_per_epoch} steps an epoch: {minutes:g} minutes are {exact:.2f} epochs"
     before = flatten(recipe)
-    changes = [f"{key} {value:g} instead of {before[key]:g}" for key, value in overrides.items() if value != before[key]]
-    speed = f"{images_per_second:,.0f} images a second, {steps_per_epoch} steps an epoch: {minutes:g} minutes are {epochs} epochs"
-    return Length(overrides=overrides, explanation="; ".join([speed, *changes]))
-
-
-def epochs_in(minutes: float, *, images_per_second: float, images_an_epoch: int) -> int:
-    """Whole epochs, at least one: schedules are made of them."""
-    return max(1, round(minutes * 60 * images_per_second / images_an_epoch))
+    tell("; ".join([speed, *(f"{key} {value:g} instead of {before[key]:g}" for key, value in overrides.items())]))
+    return overrides
 
 
 def measured_images_per_second(recipe: PretrainRecipe, *, name: str, beside: Path) -> float:
     """The speed of the last steps of a trial, in a folder of its own that goes when the trial is over, and stays where it failed."""
-    beside.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"trial-{name}-", dir=beside))
     trial = {
         "trainer.epochs": max(recipe.trainer.epochs, _NUM_STEPS),  # an epoch may be a single step

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from massl.reports.training_curves import RunCurve
 from massl.reports.training_tables import cautions, device_word, shared_by
 
-# Okabe and Ito's colours, which are told apart with any colour vision, without their yellow, which is hardly seen on white. Markers differ
-# too, so that a print in grey can be read; lines beyond the seventh are dashed.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# Okabe and Ito's colours, which are told apart with any colour vision, with a dark red for their yellow, which is hardly seen on white: as
+# many as there are methods. Markers differ too, so that a print in grey can be read; lines beyond the eighth are dashed.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#882255")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 _INK, _FAINT = "#282828", "#969696"  # the ink and grey of pictures.py
 _WIDTH, _HEIGHT = 10.0, 4.4  # inches; together with 150 dots an inch a picture of 1500 px
 _DOTS_PER_INCH = 150

@@ -8,7 +8,7 @@ from massl.reports.paper import PaperTable, paper_tables
 from massl.reports.tables import ResultsTable, as_markdown
 from massl.reports.training_curves import RunCurve, minutes_in_common
 
-# Settings that decide how many steps there are and how long one takes, by how their keys begin. What belongs to a method (method.*) and how
+# Settings that decide how long a step takes or how many make an epoch, by how their keys begin. What belongs to a method (method.*) and how
 # it is tuned (optimizer.*, probabilities of views) is what a comparison is about.
 _DECIDE_COST = (
     "data.source",
@@ -19,8 +19,6 @@ _DECIDE_COST = (
     "backbone.image_size",
     "backbone.patch_size",
     "backbone.timm_options.",
-    "trainer.epochs",
-    "trainer.max_steps",
     "trainer.batch_size",
     "trainer.accumulation_steps",
     "trainer.precision",
@@ -29,14 +27,14 @@ _DECIDE_COST = (
     "trainer.residual",
     "trainer.cuda_graph",
 )
+_DECIDE_LENGTH = ("trainer.epochs", "trainer.max_steps")
 # Settings that decide what a k-NN accuracy means. The seed is among them because it chooses the probed images.
 _DECIDE_MEASURE = ("probes.database", "probes.queries", "probes.max_", "probes.num_neighbours", "probes.crop_ratio", "trainer.seed")
 _UNKNOWN = "–"
 _HOW_IT_IS_COUNTED = (
     "Minutes are those of training until the last probe, times the number of processes. Reading images, recording or compiling the first "
     "steps, and checkpoints count; probes do not. Images a second: the median over the rows of metrics.jsonl but the first. GiB: the most "
-    "that was allocated on one GPU, by probes too. k-NN: the probe, in percent; the best is chosen by what it shows: it flatters. At equal minutes: "
-    "the last probe of each run at or before the last probe of the shortest, and when that was."
+    "that was allocated on one GPU, by probes too. k-NN: the probe, in percent; the best is chosen by what it shows: it flatters."
 )
 _ABOUT_THE_PAPER = (
     "Other data, networks and machines: compare the ratios, not the figures. The paper's k-NN is measured on all of ImageNet, its memory "
@@ -57,10 +55,12 @@ def cautions(curves: Sequence[RunCurve]) -> tuple[str, ...]:
     differing = differing_settings(curves)
     machines = {curve.label: f"{curve.num_processes} x {curve.device}" for curve in curves}
     cost = [in_words(key, by_label) for key, by_label in differing.items() if key.startswith(_DECIDE_COST)]
+    length = [in_words(key, by_label) for key, by_label in differing.items() if key.startswith(_DECIDE_LENGTH)]
     measure = [in_words(key, by_label) for key, by_label in differing.items() if key.startswith(_DECIDE_MEASURE)]
     under_way = [f"{curve.label} is at epoch {_number(curve.last.epoch)} of {curve.epochs}" for curve in curves if not curve.finished]
     sentences = {
         "not at equal cost": cost,
+        "not after equal epochs": length,
         "time and memory are of different machines": [in_words("machine", machines)] if len(set(machines.values())) > 1 else [],
         "k-NN is not measured alike": measure,
         "not finished": under_way,
@@ -70,7 +70,7 @@ def cautions(curves: Sequence[RunCurve]) -> tuple[str, ...]:
 
 def other_differences(curves: Sequence[RunCurve]) -> tuple[str, ...]:
     """Settings that differ, besides those of `cautions` and the methods' own: how each was tuned."""
-    told = (*_DECIDE_COST, *_DECIDE_MEASURE, "method.")
+    told = (*_DECIDE_COST, *_DECIDE_LENGTH, *_DECIDE_MEASURE, "method.")
     return tuple(in_words(key, by_label) for key, by_label in differing_settings(curves).items() if not key.startswith(told))
 
 
@@ -83,13 +83,14 @@ def in_words(key: str, by_label: Mapping[str, Any]) -> str:
 
 
 def comparison_table(curves: Sequence[RunCurve]) -> ResultsTable:
-    """One line a run: k-NN at its first, last and best probe and at the minutes all runs have in common, and what training had cost at the last."""
+    """One line a run: k-NN at its first, last and best probe and at equal cost, and what training had cost at the last."""
     base, device = base_of(curves), device_word(curves)
     has_ratios = len(curves) > 1
     has_memory = any(curve.peak_memory_gib is not None for curve in curves)
     common = minutes_in_common(curves)
     columns = ["run", "method", "epochs done", "k-NN start", "k-NN last", "k-NN best (epoch)"]
-    columns += [f"k-NN at {minutes_text(common)} {device} min (probe at)"] if has_ratios else []
+    at_equal_cost = f"k-NN at {minutes_text(common)} {device} min"
+    columns += [f"{at_equal_cost} (probe at)"] if has_ratios else []
     columns += [f"{device} min"]
     columns += ["time ×"] if has_ratios else []
     columns += ["images a second"]
@@ -106,8 +107,12 @@ def comparison_table(curves: Sequence[RunCurve]) -> ResultsTable:
         line += [_UNKNOWN if curve.peak_memory_gib is None else f"{curve.peak_memory_gib:.1f}"] if has_memory else []
         line += [_ratio(curve.peak_memory_gib, base.peak_memory_gib)] if has_memory and has_ratios else []
         lines.append(tuple(line))
-    about_ratios = (f"×: as a multiple of {base.label}, time by the image seen",) if has_ratios else ()
-    return ResultsTable(title=shared_by(curves), columns=tuple(columns), lines=tuple(lines), footnotes=(*about_ratios, *cautions(curves)))
+    notes = [
+        f"×: as a multiple of {base.label}, time by the image seen",
+        f"{at_equal_cost} is at equal cost: the last probe of each run until then, which was at the minutes in parentheses",
+    ]
+    footnotes = (*(notes if has_ratios else ()), *cautions(curves))
+    return ResultsTable(title=shared_by(curves), columns=tuple(columns), lines=tuple(lines), footnotes=footnotes)
 
 
 def equal_cost(curves: Sequence[RunCurve]) -> dict[str, Any]:

@@ -74,10 +74,12 @@ def test_runs_are_compared_in_four_files(tmp_path: Path) -> None:
     assert comparison.folder == tmp_path / "new" / "out"
     assert sorted(path.name for path in comparison.folder.iterdir()) == FILES
     assert [curve.last.knn_top1 for curve in comparison.curves] == [50.0, 60.0]
-    assert comparison.cautions[0] == "not at equal cost: trainer.epochs is 1 (a), 2 (b)"
+    assert comparison.cautions[0] == "not after equal epochs: trainer.epochs is 1 (a), 2 (b)"
     assert comparison.failed == {}
     written = json.loads((comparison.folder / "comparison.json").read_text())
     assert [run["label"] for run in written["runs"]] == ["a", "b"]
+    assert written["equal_cost"]["gpu_minutes"] == 1.0
+    assert {label: point["knn_top1"] for label, point in written["equal_cost"]["knn"].items()} == {"a": 50.0, "b": 60.0}
     assert written["cautions"] == list(comparison.cautions)
     document = (comparison.folder / "comparison.md").read_text()
     assert "| b | massl | 1/2 | 20.0 | 60.0 |" in document
@@ -114,7 +116,7 @@ def test_the_command_shows_the_table_its_doubts_and_what_failed(tmp_path: Path, 
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", {"trainer.batch_size": 30}), tmp_path / "gone"]
     comparison = run_comparison(CompareSettings(runs=tuple(map(str, runs)), out=str(tmp_path / "my out")))
     shown = " ".join(capsys.readouterr().out.split())
-    assert "a massl 1/1 20.0 50.0 50.0 (1) 1.00 1.00" in shown
+    assert "a massl 1/1 20.0 50.0 50.0 (1) 20.0 (0.00) 1.00 1.00" in shown
     assert "not at equal cost: trainer.batch_size is 60 (a), 30 (b)" in shown
     assert "failed: gone." in shown
     assert f"comparison: {tmp_path}/my out/comparison.md, .json, .png, .svg" in shown

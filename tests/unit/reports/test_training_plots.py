@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
+from massl.commands.methods import METHODS
 from massl.reports.training_curves import RunCurve, read_run
 from massl.reports.training_plots import comparison_figure, save_figure, spread
 
@@ -53,10 +54,17 @@ def test_the_figure_says_in_what_the_runs_are_not_alike(curve_of: Callable[..., 
 
 def test_lines_differ_in_more_than_colour(curve_of: Callable[..., RunCurve]) -> None:
     curve = curve_of("a")
-    lines = comparison_figure([replace(curve, label=str(number)) for number in range(14)]).axes[0].lines
+    lines = comparison_figure([replace(curve, label=str(number)) for number in range(16)]).axes[0].lines
     looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
-    assert len(set(looks)) == 14
-    assert len({colour for colour, _, _ in looks}) == len({marker for _, marker, _ in looks}) == 7
+    assert len(set(looks)) == 16
+    assert len({colour for colour, _, _ in looks}) == len({marker for _, marker, _ in looks}) == 8
+
+
+def test_each_of_the_methods_has_a_colour_of_its_own(curve_of: Callable[..., RunCurve]) -> None:
+    curve = curve_of("a")
+    lines = comparison_figure([replace(curve, label=method) for method in METHODS]).axes[0].lines
+    assert len({line.get_color() for line in lines}) == len(METHODS)
+    assert {line.get_linestyle() for line in lines} == {"-"}
 
 
 @pytest.mark.parametrize("num_runs", [2, 30])

@@ -14,6 +14,7 @@ from massl.reports.training_tables import (
     comparison_document,
     comparison_table,
     differing_settings,
+    equal_cost,
     in_words,
     minutes_text,
     other_differences,
@@ -49,6 +50,7 @@ def test_a_line_says_what_was_learnt_and_what_it_cost(curve_of: Callable[..., Ru
         "k-NN start": "20.0",
         "k-NN last": "50.0",
         "k-NN best (epoch)": "55.0 (1.5)",
+        "k-NN at 1.67 GPU min (probe at)": "20.0 (0.00)",
         "GPU min": "3.33",
         "time ×": "2.00",
         "images a second": "15",
@@ -57,12 +59,40 @@ def test_a_line_says_what_was_learnt_and_what_it_cost(curve_of: Callable[..., Ru
     }
     assert line_of(table, "massl")["time ×"] == line_of(table, "massl")["GiB ×"] == "1.00"
     assert table.title == "vit_tiny_patch16_224 on photos, batch 60, 2 x NVIDIA H200"
-    assert table.footnotes == ("×: as a multiple of massl, time by the image seen",)
+    assert table.footnotes == (
+        "×: as a multiple of massl, time by the image seen",
+        "k-NN at 1.67 GPU min is at equal cost: the last probe of each run until then, which was at the minutes in parentheses",
+    )
+
+
+def test_runs_of_unequal_length_are_told_at_the_minutes_all_of_them_had(curve_of: Callable[..., RunCurve], rows: Rows) -> None:
+    quick = curve_of("quick", rows=[rows[0], *({**row, "images_per_second": 40.0} for row in rows[1:])])  # probes at 15, 22.5 and 30 s
+    slow = curve_of("slow", rows=[rows[0], {**rows[1], "images_per_second": 12.0, "knn_top1": 30.0}])  # one probe, at 25 s
+    table = comparison_table([quick, slow])
+    column = "k-NN at 0.42 GPU min (probe at)"
+    assert line_of(table, "quick")[column] == "55.0 (0.38)"
+    assert line_of(table, "slow")[column] == "30.0 (0.42)"
+    assert (line_of(table, "quick")["GPU min"], line_of(table, "slow")["GPU min"]) == ("0.50", "0.42")
+    assert equal_cost([quick, slow]) == {
+        "gpu_minutes": pytest.approx(25 / 60),
+        "knn": {
+            "quick": {"epoch": 1.5, "gpu_minutes": pytest.approx(22.5 / 60), "knn_top1": 55.0},
+            "slow": {"epoch": 0, "gpu_minutes": pytest.approx(25 / 60), "knn_top1": 30.0},
+        },
+    }
+
+
+def test_a_run_without_a_probe_until_then_has_no_figure(curve_of: Callable[..., RunCurve], rows: Rows) -> None:
+    short, late = curve_of("short", rows=rows[:3]), curve_of("late", rows=rows[3:])  # the latter's first 15 steps take as long as 60 s
+    assert line_of(comparison_table([short, late]), "late")["k-NN at 1.00 GPU min (probe at)"] == "55.0 (1.00)"
+    shorter = curve_of("shorter", rows=rows[:1])
+    assert line_of(comparison_table([shorter, late]), "late")["k-NN at 0.00 GPU min (probe at)"] == "–"
+    assert equal_cost([shorter, late])["knn"]["late"] is None
 
 
 def test_one_run_alone_has_no_ratios(curve_of: Callable[..., RunCurve]) -> None:
     table = comparison_table([curve_of("a")])
-    assert not [column for column in table.columns if "×" in column]
+    assert not [column for column in table.columns if "×" in column or "k-NN at" in column]
     assert table.footnotes == ()
 
 
@@ -101,12 +131,12 @@ def test_ratios_are_to_the_first_run_of_massl_or_to_the_first(curve_of: Callable
 @pytest.mark.parametrize(
     ("changes", "caution"),
     [
-        ({"trainer.epochs": 4}, "not at equal cost: trainer.epochs is 2 (a), 4 (b)"),
+        ({"trainer.epochs": 4}, "not after equal epochs: trainer.epochs is 2 (a), 4 (b)"),
         ({"trainer.batch_size": 120}, "not at equal cost: trainer.batch_size is 60 (a), 120 (b)"),
         ({"data.source": "other"}, "not at equal cost: data.source is photos (a), other (b)"),
         ({"views.num_local": 10}, "not at equal cost: views.num_local is 4 (a), 10 (b)"),
         ({"backbone.timm_options": {"depth": 2}}, "not at equal cost: backbone.timm_options.depth is not set (a), 2 (b)"),
-        ({"trainer.max_steps": 20}, "not at equal cost: trainer.max_steps is not set (a), 20 (b)"),
+        ({"trainer.max_steps": 20}, "not after equal epochs: trainer.max_steps is not set (a), 20 (b)"),
         ({"probes.queries": "held-out"}, "k-NN is not measured alike: probes.queries is not set (a), held-out (b)"),
         ({"probes.num_neighbours": 5}, "k-NN is not measured alike: probes.num_neighbours is 20 (a), 5 (b)"),
         ({"trainer.seed": 1}, "k-NN is not measured alike: trainer.seed is 0 (a), 1 (b)"),
@@ -165,7 +195,7 @@ def test_the_document_has_table_picture_paper_failures_and_commands(curve_of: Ca
     curves = [curve_of("a"), curve_of("b", {"trainer.epochs": 4, "optimizer.learning_rate": 1e-4}, world_size=4)]
     text = comparison_document(curves, failed={"ibot": "no such recipe"}, command="massl compare --runs a b --out c", picture="x.png")
     assert "| a | massl | 2/2 |" in text
-    assert "not at equal cost: trainer.epochs is 2 (a), 4 (b)" in text
+    assert "not after equal epochs: trainer.epochs is 2 (a), 4 (b)" in text
     assert "](x.png)" in text
     assert "- optimizer.learning_rate is 0.001 (a), 0.0001 (b)" in text
     assert "- ibot: no such recipe" in text
