@@ -262,10 +262,11 @@ def test_health_describes_the_teachers_embeddings() -> None:
 def test_a_healthy_run_shows_no_sign_of_collapse_and_each_kind_of_collapse_is_named() -> None:
     method = tiny_method()
     healthy = {"loss": 1.5, "teacher_entropy": 1.0, "embedding_spread": 0.9}
-    assert method.collapse_signs(healthy) == []
+    assert method.collapse_signs(healthy) == method.collapse_signs(healthy | {"teacher_entropy": 0.8 * math.log(8)}) == []
     for change, message in [
         ({"loss": 0.999 * math.log(8)}, "random guessing over a block (ln 8 = 2.079)"),
         ({"teacher_entropy": 0.01}, "all weight on one memory row"),
+        ({"teacher_entropy": 0.86 * math.log(8)}, "hardly prefers any memory row (entropy 1.79 of at most 2.08 nats)"),
         ({"embedding_spread": 0.001}, "nearly the same vector"),
     ]:
         (sign,) = method.collapse_signs(healthy | change)
