@@ -1,6 +1,6 @@
 """k-NN accuracy of a run over its epochs, between the rows of a public table.
 
-python scripts/public_table_curve.py docs/results/lightly-cifar10/metrics.jsonl lightly-cifar10-batch512-200 docs/results/lightly-cifar10/curve.png
+cd docs/results/lightly-cifar10; python ../../../scripts/public_table_curve.py metrics.jsonl lightly-cifar10-batch512-200 curve.png
 """
 
 import json
