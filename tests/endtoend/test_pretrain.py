@@ -31,7 +31,9 @@ def pretrain(recipe: Path, archive: Path, tmp_path: Path) -> Callable[..., Path]
     return run
 
 
-def test_run_folder_holds_recipe_environment_metrics_and_backbone(recipe: Path, archive: Path, runs: Any, tmp_path: Path) -> None:
+def test_run_folder_holds_recipe_environment_metrics_and_backbone(
+    recipe: Path, archive: Path, runs: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     overrides = {
         "trainer.epochs": 3,
@@ -46,6 +48,9 @@ def test_run_folder_holds_recipe_environment_metrics_and_backbone(recipe: Path, 
     assert environment["packages"]["torch"] == torch.__version__.partition("+")[0]
     assert environment["world_size"] == 1
     assert len(list((run / "tensorboard").glob("events.out.tfevents.*"))) == 1
+    baseline = json.loads((run / "baseline.json").read_text())
+    assert baseline.keys() == {"raw_pixel_knn"}
+    assert f"raw pixels: {baseline['raw_pixel_knn']:.1f} %" in capfd.readouterr().err
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows == result.metrics
@@ -213,6 +218,17 @@ def test_collapse_is_warned_of_once_training_has_settled(pretrain: Any, capfd: p
     loss_warning, *_ = warnings = _collapse_warnings(capfd.readouterr().err)
     assert loss_warning == "the loss 2.079 is that of random guessing over a block (ln 8 = 2.079). See docs/troubleshooting.md."
     assert len(warnings) == len(set(warnings))
+
+
+def test_an_even_teacher_is_said_to_be_slow_and_warnings_stay_in_the_run_folder(
+    pretrain: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(MaSSL, "health", lambda *_: {"embedding_spread": 0.5, "teacher_entropy": 2.0, "memory_winner_share": 0.5})
+    run = pretrain("run", {"trainer.max_steps": 12, "probes.every_epochs": 1})
+    printed = [line.removeprefix("warning: ") for line in capfd.readouterr().err.splitlines() if "troubleshooting" in line]
+    assert len([line for line in printed if line.startswith("training may hardly progress: the teacher hardly prefers any")]) == 1
+    rows = [json.loads(line) for line in (run / "warnings.jsonl").read_text().splitlines()]
+    assert rows == [{"step": 12, "warning": line} for line in printed]
 
 
 @pytest.mark.parametrize(

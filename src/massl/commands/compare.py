@@ -249,7 +249,7 @@ def _command(settings: CompareSettings) -> str:
     """The command that gives these settings."""
     words = ["massl", "compare"]
     given = {"runs": settings.runs, "recipes": settings.recipes, "methods": settings.methods, "recipe": [settings.recipe]}
-    given |= {"minutes": [] if settings.minutes is None else [f"{settings.minutes:g}"]}
+    given |= {"minutes": [] if settings.minutes is None else [repr(settings.minutes)]}
     given |= {"data.source": [settings.data.source], "set": settings.set, "output": [settings.output], "out": [settings.out]}
     for option, values in given.items():
         if any(values):

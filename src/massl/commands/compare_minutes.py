@@ -20,6 +20,7 @@ _NUM_INTERVALS, _STEPS_AN_INTERVAL = 3, 20
 _NUM_STEPS = _NUM_INTERVALS * _STEPS_AN_INTERVAL
 _WARM_UPS = ("optimizer.warmup_epochs", "method.teacher.temperature_warmup_epochs")
 _RECORD = "minutes.json"
+_ROUNDING_TO_WARN_OF = 0.1  # of the minutes asked for
 
 
 class TrialStopped(Exception):
@@ -40,7 +41,7 @@ def filling(
     if recipe.trainer.max_steps is not None:
         raise RecipeError("trainer.max_steps would end the training before the --minutes are over; --set trainer.max_steps=null")
     if (run / "recipe.yaml").exists():
-        epochs = load_recipe(run / "recipe.yaml").trainer.epochs
+        epochs = _epochs_of_run(run)
         tell(f"the run is there: its length stays trainer.epochs {epochs}")
         return {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
     require_writable(run.parent, option="output")
@@ -48,12 +49,15 @@ def filling(
     images_per_second = measured_images_per_second(recipe, name=run.name, beside=run.parent)
     steps_per_epoch = _steps_per_epoch(recipe)
     exact = minutes * 60 * images_per_second / (steps_per_epoch * recipe.trainer.batch_size)
+    _refuse_less_than_half_an_epoch(minutes, exact)
     epochs = max(1, round(exact))  # schedules are made of whole ones
     overrides = {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
     _note(run, minutes=minutes, values={"images_per_second": images_per_second, **overrides})
     speed = f"{images_per_second:,.0f} images a second, {steps_per_epoch} steps an epoch: {minutes:g} minutes are {exact:.2f} epochs"
     before = flatten(recipe)
     tell("; ".join([speed, *(f"{key} {value:g} instead of {before[key]:g}" for key, value in overrides.items())]))
+    if abs(epochs / exact - 1) > _ROUNDING_TO_WARN_OF:
+        tell(f"warning: epochs are whole, so it trains for about {minutes * epochs / exact:.2f} minutes instead of {minutes:g}")
     return overrides
 
 
@@ -83,7 +87,25 @@ def refuse_other_minutes(folder: Path, minutes: float) -> None:
     noted = _noted(folder)
     if noted and noted["minutes"] != minutes:
         raise RecipeError(
-            f"{folder} holds runs of --minutes {noted['minutes']:g}, not {minutes:g}; give the same to continue them, or another --output"
+            f"{folder} holds runs of --minutes {noted['minutes']!r}, not {minutes!r}; give the same to continue them, or another --output"
+        )
+
+
+def _epochs_of_run(run: Path) -> int:
+    """Of a run that is there, which must be one that was planned by minutes."""
+    epochs = load_recipe(run / "recipe.yaml").trainer.epochs
+    planned = _noted(run.parent).get("runs", {}).get(run.name, {})
+    if planned.get("trainer.epochs") != epochs:
+        raise RecipeError(f"{run} was not trained with --minutes; choose another --output")
+    return epochs
+
+
+def _refuse_less_than_half_an_epoch(minutes: float, exact_epochs: float) -> None:
+    """On many images a whole epoch could take hours instead."""
+    if exact_epochs < 0.5:
+        raise RecipeError(
+            f"an epoch takes {minutes / exact_epochs:.2f} minutes, and --minutes {minutes!r} is less than half of that; "
+            "schedules are made of whole epochs: give more minutes, or fewer images"
         )
 
 

@@ -212,6 +212,8 @@ def _summarise(
         say(f"finished: {result.step} of {trainer.schedules.num_steps} steps are done, as trainer.max_steps asks; raise it to go on")
     else:
         say(f"finished: all {result.step} steps are done; for another run choose another --output")
+    if raw_pixels is not None:
+        folder.write_json("baseline.json", {"raw_pixel_knn": raw_pixels})
     probed = [row for row in read_metrics(folder.path / "metrics.jsonl") if "knn_top1" in row]
     if probed and raw_pixels is not None:
         first, last = probed[0], probed[-1]

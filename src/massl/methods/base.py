@@ -145,6 +145,10 @@ class Method(nn.Module, ABC):
         """In plain words, what in a probe's metrics says that training has collapsed; empty when it looks healthy."""
         return []
 
+    def slow_signs(self, metrics: Mapping[str, float]) -> list[str]:
+        """In plain words, what in a probe's metrics says that training is alive but will not get far; empty when it looks healthy."""
+        return []
+
     def cautions(self, plan: "TrainingPlan") -> list[str]:
         """In plain words, what does not fit together in this recipe and this data set; said once, before training."""
         return []

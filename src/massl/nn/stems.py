@@ -13,8 +13,13 @@ def use_small_image_stem(model: nn.Module, *, name: str, seed: int) -> None:
 
     The usual first layers would leave 8 x 8 positions of a 32-px image, and 1 x 1 in the last stage.
     """
-    if not isinstance(model, ResNet) or not isinstance(model.conv1, nn.Conv2d):
+    if not isinstance(model, ResNet):
         raise RecipeError(f"backbone.stem small is for ResNets such as resnet18 or resnet50, and {name} is none; leave backbone.stem out")
+    if not isinstance(model.conv1, nn.Conv2d):
+        raise RecipeError(
+            f"backbone.stem small replaces a single first convolution, and {name} has a deep stem of several; "
+            "choose a ResNet without one, such as resnet18 or resnet50, or leave backbone.stem out"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed_random.seed_from(seed, "stem"))
         stem = nn.Conv2d(model.conv1.in_channels, model.conv1.out_channels, kernel_size=3, padding=1, bias=False)

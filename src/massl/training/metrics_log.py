@@ -1,9 +1,10 @@
-"""What a run wrote down: metrics.jsonl (one JSON object a row) and TensorBoard events."""
+"""What a run wrote down: metrics.jsonl and warnings.jsonl (one JSON object a row), and TensorBoard events."""
 
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -15,6 +16,10 @@ TIMING_KEYS = frozenset({"images_per_second", "peak_memory_gib"})
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """Rows of a metrics.jsonl; a last line cut short by a crash is left out."""
+    return _read_rows(path)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     rows = []
@@ -31,8 +36,10 @@ class MetricsLog:
 
     def __init__(self, folder: Path, *, resume_step: int | None) -> None:
         self.path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(self.path) if resume_step is not None and row["step"] <= resume_step]
-        write_atomically(self.path, lambda file: file.writelines(_line(row).encode() for row in kept))
+        self._warnings = folder / "warnings.jsonl"  # made by the first warning
+        _keep_rows(self.path, up_to=resume_step)
+        if self._warnings.exists():
+            _keep_rows(self._warnings, up_to=resume_step)
         self._file = self.path.open("a", encoding="utf-8")
         purge_step = None if resume_step is None else resume_step + 1
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
@@ -47,10 +54,20 @@ class MetricsLog:
             if name not in ("step", "epoch"):
                 self._tensorboard.add_scalar(name, value, int(row["step"]))
 
+    def warn(self, step: int, warning: str) -> None:
+        with self._warnings.open("a", encoding="utf-8") as file:
+            file.write(_line({"step": step, "warning": warning}))
+
     def close(self) -> None:
         self._file.close()
         self._tensorboard.close()
 
 
-def _line(row: Mapping[str, float]) -> str:
+def _keep_rows(path: Path, *, up_to: int | None) -> None:
+    """Only those of steps until this one; none where it is None."""
+    kept = [row for row in _read_rows(path) if up_to is not None and row["step"] <= up_to]
+    write_atomically(path, lambda file: file.writelines(_line(row).encode() for row in kept))
+
+
+def _line(row: Mapping[str, float | str]) -> str:
     return json.dumps(row) + "\n"

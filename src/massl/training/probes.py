@@ -17,7 +17,7 @@ from massl.data.sources import ImageSource, open_source
 from massl.data.views import ViewSettings
 from massl.methods.base import Method, StepHyper
 from massl.ops.image_ops import RaggedImages, centre_view, normalise
-from massl.ops.neighbours import knn_accuracy
+from massl.ops.neighbours import cosine_topk, knn_accuracy, weighted_vote
 from massl.ops.spectrum import effective_rank
 
 _CHUNK_PIXELS = 256 * 224 * 224  # images taken through the backbone at once, as pixels of their views
@@ -70,6 +70,8 @@ class Probe:
         self._cache = cache
         self._on_skip = on_skip
         self._database, self._queries = self._choose(training_source)
+        # Queries that are held out are of the same source too, but never in the database.
+        self._may_find_itself = bool(settings.queries) and self._database is not None and _are_same(self._database, self._queries)
 
     def _choose(self, training_source: ImageSource) -> tuple[_Subset | None, _Subset]:
         database = open_source(self.settings.database) if self.settings.database else training_source
@@ -124,14 +126,12 @@ class Probe:
 
     def _knn(self, queries: Tensor, query_labels: Tensor, database: Tensor, database_labels: Tensor) -> float:
         known_queries, known_rows = query_labels >= 0, database_labels >= 0  # a labelled source may hold images without a label
-        return knn_accuracy(
-            queries[known_queries],
-            query_labels[known_queries],
-            database[known_rows],
-            database_labels[known_rows],
-            num_neighbours=self.settings.num_neighbours,
-            temperature=self.settings.temperature,
-        )
+        rows = queries[known_queries], query_labels[known_queries], database[known_rows], database_labels[known_rows]
+        num_neighbours, temperature = self.settings.num_neighbours, self.settings.temperature
+        if self._database is None or not self._may_find_itself:
+            return knn_accuracy(*rows, num_neighbours=num_neighbours, temperature=temperature)
+        numbers = self._queries.indices.to(self._device)[known_queries], self._database.indices.to(self._device)[known_rows]
+        return knn_accuracy_among_others(*rows, *numbers, num_neighbours=num_neighbours, temperature=temperature)
 
     def _extract(self, subset: _Subset, features_of: Callable[[RaggedImages], Tensor]) -> tuple[Tensor, Tensor]:  # -> [N, D], [N]
         """Features and labels of a subset; each rank does its share and all receive all."""
@@ -162,8 +162,43 @@ class Probe:
         return distributed.gather_rows(torch.cat(features))[:num_images], distributed.gather_rows(torch.cat(labels))[:num_images]
 
 
+def warnings_of(method: Method, metrics: dict[str, float]) -> list[str]:
+    """What a probe's metrics say of a run that goes wrong, in sentences for its user."""
+    collapsed = [*general_collapse_signs(metrics), *method.collapse_signs(metrics)]
+    found = [f"training may have collapsed: {sign}" for sign in collapsed]
+    found += [f"training may hardly progress: {sign}" for sign in method.slow_signs(metrics)]
+    return [f"{warning}. See docs/troubleshooting.md." for warning in found]
+
+
 def general_collapse_signs(metrics: dict[str, float]) -> list[str]:
     """Signs that hold for any method."""
     if metrics["effective_rank"] < 1.5:
         return [f"the features span a single direction (effective rank {metrics['effective_rank']:.2f})"]
     return []
+
+
+def knn_accuracy_among_others(
+    queries: Tensor,
+    query_labels: Tensor,
+    database: Tensor,
+    database_labels: Tensor,
+    query_images: Tensor,
+    database_images: Tensor,
+    *,
+    num_neighbours: int,
+    temperature: float,
+) -> float:  # [Q, D], [Q], [M, D], [M], [Q], [M] -> percent
+    """`knn_accuracy` where no image is its own neighbour: the row of the query's own image has no vote, the next takes its place."""
+    similarities, rows = cosine_topk(queries, database, num_neighbours=min(num_neighbours + 1, len(database)))
+    itself = database_images[rows] == query_images[:, None]
+    similarities, order = similarities.masked_fill(itself, -torch.inf).sort(dim=1, descending=True, stable=True)
+    labels = database_labels[rows.gather(1, order)]
+    num_classes = int(torch.maximum(database_labels.max(), query_labels.max())) + 1
+    votes = weighted_vote(similarities[:, :num_neighbours], labels[:, :num_neighbours], num_classes=num_classes, temperature=temperature)
+    return 100.0 * float((votes.argmax(dim=1) == query_labels).double().mean())
+
+
+def _are_same(first: _Subset, second: _Subset) -> bool:
+    """Whether they are chosen from the same images, under whatever names these were opened."""
+    one, other = first.source, second.source
+    return one.name == other.name or (len(one) == len(other) and one.fingerprint() == other.fingerprint())

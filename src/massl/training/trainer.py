@@ -19,7 +19,7 @@ from massl.training.kernels import choose_kernels
 from massl.training.loss_watch import LossWatch, NonFiniteLoss
 from massl.training.metrics_log import MetricsLog
 from massl.training.optimizer import build_optimizer
-from massl.training.probes import NonFiniteFeatures, Probe, general_collapse_signs
+from massl.training.probes import NonFiniteFeatures, Probe, warnings_of
 from massl.training.progress import ProgressDisplay
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
@@ -237,8 +237,10 @@ class Trainer:
                 step = max(0, done - 1)
                 raise NonFiniteLoss(f"the features after step {step} are not finite", step=step, indices=self.watch.last_indices) from None
             if done > self._settling_steps:
-                for sign in [*general_collapse_signs(row), *self.method.collapse_signs(row)]:
-                    display.warn(f"training may have collapsed: {sign}. See docs/troubleshooting.md.")
+                for warning in warnings_of(self.method, row):
+                    display.warn(warning)
+                    if log is not None:
+                        log.warn(done, warning)
         if log is not None:
             log.write(row)
         display.advance(row)

@@ -58,7 +58,7 @@ def overrides_of(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("minutes", "images_per_second", "epochs"),
-    [(1.0, 20.0, 60), (1.5, 20.0, 90), (1.0, 20.1, 60), (1.0, 20.3, 61), (0.01, 20.0, 1), (0.0001, 1.0, 1)],
+    [(1.0, 20.0, 60), (1.5, 20.0, 90), (1.0, 20.1, 60), (1.0, 20.3, 61), (0.01, 20.0, 1), (0.5, 0.35, 1)],
 )
 def test_the_minutes_are_filled_with_whole_epochs_but_at_least_one(
     load: Callable[..., PretrainRecipe],
@@ -70,6 +70,37 @@ def test_the_minutes_are_filled_with_whole_epochs_but_at_least_one(
 ) -> None:
     speeds.append(images_per_second)
     assert overrides_of(load(), minutes=minutes)["trainer.epochs"] == epochs
+
+
+def test_less_than_half_an_epoch_is_refused_and_leaves_no_note(
+    load: Callable[..., PretrainRecipe], speeds: list[float], overrides_of: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    speeds += [1.0, 1.0, 1.0]  # an epoch of 20 images takes a third of a minute
+    with pytest.raises(
+        RecipeError, match=r"an epoch takes 0.33 minutes, and --minutes 0.16 is less than half of that; .* give more minutes"
+    ):
+        overrides_of(load(), minutes=0.16)
+    assert not (tmp_path / "out" / "minutes.json").exists()
+    for minutes in (1 / 6, 0.17):  # half an epoch, which Python would round to none, and more
+        assert overrides_of(load(), minutes=minutes)["trainer.epochs"] == 1
+
+
+@pytest.mark.parametrize(("images_per_second", "minutes_trained"), [(0.38, 1.75), (0.44, 1.52), (0.56, 1.19), (0.46, None), (0.54, None)])
+def test_rounding_that_changes_the_time_by_more_than_a_tenth_is_warned_of(
+    load: Callable[..., PretrainRecipe],
+    speeds: list[float],
+    overrides_of: Callable[..., dict[str, Any]],
+    images_per_second: float,
+    minutes_trained: float | None,
+) -> None:
+    told: list[str] = []
+    speeds.append(images_per_second)
+    overrides_of(load(), minutes=4 / 3, told=told)  # at half an image a second two epochs of 20 images
+    warnings = [what for what in told if what.startswith("warning: ")]
+    if minutes_trained is None:
+        assert warnings == []
+    else:
+        assert warnings == [f"warning: epochs are whole, so it trains for about {minutes_trained} minutes instead of 1.33333"]
 
 
 def test_warm_ups_shrink_with_the_epochs_and_all_of_it_is_told_and_noted(
@@ -132,6 +163,19 @@ def test_a_run_that_is_there_keeps_its_epochs_and_is_not_measured_again(
     assert told == ["the run is there: its length stays trainer.epochs 45"]
 
 
+@pytest.mark.parametrize("also_noted", [{}, {"other": {"trainer.epochs": 100}}, {"own": {"trainer.epochs": 45}}])
+def test_a_run_that_was_not_trained_by_minutes_is_refused(
+    load: Callable[..., PretrainRecipe], overrides_of: Callable[..., dict[str, Any]], tmp_path: Path, also_noted: dict[str, Any]
+) -> None:
+    """Whether there is no note, one of other runs, or one of a plan that was not carried out."""
+    (tmp_path / "out" / "own").mkdir(parents=True)
+    (tmp_path / "out" / "own" / "recipe.yaml").write_text(to_yaml(load()))
+    if also_noted:
+        (tmp_path / "out" / "minutes.json").write_text(json.dumps({"minutes": 1.5, "runs": also_noted}))
+    with pytest.raises(RecipeError, match=r"own was not trained with --minutes; choose another --output"):
+        overrides_of(load())
+
+
 def test_a_recipe_that_ends_early_is_refused(
     load: Callable[..., PretrainRecipe], speeds: list[float], overrides_of: Callable[..., dict[str, Any]]
 ) -> None:
@@ -146,7 +190,7 @@ def test_runs_of_other_minutes_are_not_continued(
     speeds.append(10.0)
     overrides_of(load())
     refuse_other_minutes(tmp_path / "out", 1.5)
-    with pytest.raises(RecipeError, match=r"holds runs of --minutes 1.5, not 3; .* another --output"):
+    with pytest.raises(RecipeError, match=r"holds runs of --minutes 1.5, not 3.0; .* another --output"):
         refuse_other_minutes(tmp_path / "out", 3.0)
 
 
@@ -278,6 +322,23 @@ def test_the_same_command_again_measures_nothing_and_other_minutes_are_refused(
     with pytest.raises(RecipeError, match=r"holds runs of --minutes 1.5, not 2"):
         run_comparison(settings.model_copy(update={"minutes": 2.0}))
     assert len(pretrainer.asked) == 4
+
+
+def test_runs_of_their_own_epochs_are_not_shown_as_runs_of_minutes(pretrainer: Pretrainer, settings: CompareSettings) -> None:
+    run_comparison(settings.model_copy(update={"minutes": None}))
+    with pytest.raises(MasslError, match=r"there is no run to compare. massl: .*massl was not trained with --minutes; .* mae: "):
+        run_comparison(settings)
+    assert len(pretrainer.asked) == 2
+
+
+def test_the_command_to_make_it_again_gives_the_same_minutes(
+    pretrainer: Pretrainer, speeds: list[float], settings: CompareSettings, tmp_path: Path
+) -> None:
+    speeds += [10.0, 20.0]
+    run_comparison(settings.model_copy(update={"minutes": 12.3456789}))
+    assert " --minutes 12.3456789 " in (tmp_path / "out" / "comparison.md").read_text()
+    with pytest.raises(RecipeError, match=r"holds runs of --minutes 12.3456789, not 12.3457; "):
+        run_comparison(settings.model_copy(update={"minutes": 12.3457}))
 
 
 def test_a_trial_that_fails_does_not_lose_the_others(

@@ -37,7 +37,13 @@ def test_a_saved_description_builds_the_same_network() -> None:
     assert "stem" not in BackboneSettings(name="resnet18").timm_arguments()
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18d"])
-def test_other_networks_have_no_small_stem(name: str) -> None:
-    with pytest.raises(RecipeError, match=f"backbone.stem small is for ResNets .* and {name} is none"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vit_tiny_patch16_224", "is for ResNets .* and vit_tiny_patch16_224 is none"),
+        ("resnet18d", "replaces a single first convolution, and resnet18d has a deep stem of several; choose a ResNet without one"),
+    ],
+)
+def test_other_networks_have_no_small_stem(name: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=f"backbone.stem small {message}"):
         build_backbone(BackboneSettings(name=name, stem="small"), seed=0)

@@ -62,6 +62,30 @@ def test_without_a_file_there_are_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
+def warnings_in(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "warnings.jsonl").read_text().splitlines()]
+
+
+def test_warnings_are_on_disk_at_once_and_without_any_there_is_no_file(tmp_path: Path) -> None:
+    with log(tmp_path, resume_step=None) as opened:
+        assert not (tmp_path / "warnings.jsonl").exists()
+        opened.warn(388, "training may have collapsed")
+        assert warnings_in(tmp_path) == [{"step": 388, "warning": "training may have collapsed"}]
+    assert steps_in(tmp_path) == []
+
+
+@pytest.mark.parametrize(("resume_step", "kept"), [(None, []), (10, [5, 10]), (20, [5, 10, 15])])
+def test_a_run_keeps_the_warnings_up_to_the_step_it_resumes_from(tmp_path: Path, resume_step: int | None, kept: list[int]) -> None:
+    with log(tmp_path, resume_step=None) as opened:
+        for step in (5, 10, 15):
+            opened.warn(step, "slow")
+    with (tmp_path / "warnings.jsonl").open("a") as file:
+        file.write('{"step": 18, "war')
+    with log(tmp_path, resume_step=resume_step) as opened:
+        opened.warn(30, "slow again")
+    assert [row["step"] for row in warnings_in(tmp_path)] == [*kept, 30]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_refused_by_name_and_not_written(tmp_path: Path, value: float) -> None:
     with log(tmp_path, resume_step=None) as opened, pytest.raises(ValueError, match="not a number in the metrics of step 3: loss"):

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from massl.data.sources.array import ArraySource
 from massl.data.views import ViewBatch, ViewSettings
 from massl.methods.base import Method, StepHyper, StepOutput
 from massl.nn.backbone import Backbone
-from massl.training.probes import Probe, ProbeSettings, general_collapse_signs
+from massl.ops.neighbours import knn_accuracy
+from massl.training.probes import Probe, ProbeSettings, general_collapse_signs, knn_accuracy_among_others, warnings_of
 
 HYPER = StepHyper(step=0, epoch=0, learning_rate=0.1, weight_decay=0.0, own={"momentum": 0.9, "teacher_temperature": 0.05})
 VIEWS = ViewSettings(global_size=4, local_size=4, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
@@ -115,6 +117,59 @@ def test_queries_and_database_of_their_own_are_used_whole(tmp_path: Path) -> Non
     assert chosen.measure(Still(), HYPER)["knn_top1"] == 100.0
 
 
+def noise_archive(path: Path, *, seed: int) -> str:
+    pixels = np.random.default_rng(seed).integers(0, 256, (400, 4, 4, 3), dtype=np.uint8)
+    np.savez(path, images=pixels, labels=np.arange(400) % 4)
+    return str(path)
+
+
+@pytest.mark.parametrize("other_name", [False, True])
+@pytest.mark.parametrize("num_neighbours", [1, 20])
+def test_no_image_is_its_own_neighbour_where_queries_and_database_are_the_same(
+    tmp_path: Path, num_neighbours: int, other_name: bool
+) -> None:
+    archive = noise_archive(tmp_path / "noise.npz", seed=0)
+    queries = f"{tmp_path}/../{tmp_path.name}/noise.npz" if other_name else archive
+    chosen = probe(coloured(3, labels=None), database=archive, queries=queries, num_neighbours=num_neighbours)
+    accuracies = chosen.measure(Still(), HYPER)["knn_top1"], chosen.raw_pixel_knn()
+    for accuracy in accuracies:  # four classes of noise; an image that finds itself is right every time
+        assert accuracy is not None
+        assert 15.0 < accuracy < 35.0
+
+
+def test_the_training_images_as_queries_do_not_find_themselves_either(tmp_path: Path) -> None:
+    labels = [0, 1, 2] * 4
+    source = coloured(12, labels=labels)
+    np.savez(tmp_path / "same.npz", images=source.pixels, labels=labels)
+    chosen = probe(source, queries=str(tmp_path / "same.npz"))
+    assert chosen._may_find_itself
+    assert not probe(source)._may_find_itself  # held out, so never in the database
+
+
+def test_other_queries_are_scored_among_all_images_of_the_database(tmp_path: Path) -> None:
+    database = noise_archive(tmp_path / "database.npz", seed=1)
+    with np.load(database) as archive:
+        pixels, labels = archive["images"], archive["labels"]
+    pixels[:, 0, 0, 0] ^= 1  # as many as in the database and nearly the same, but others: each finds the image of its own number
+    np.savez(tmp_path / "queries.npz", images=pixels, labels=labels)
+    chosen = probe(coloured(3, labels=None), database=database, queries=str(tmp_path / "queries.npz"), num_neighbours=1)
+    assert chosen.raw_pixel_knn() == 100.0
+
+
+@pytest.mark.parametrize("num_rows", [2, 5, 60])
+def test_neighbours_among_others_are_those_of_a_database_without_the_image(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    features, labels = torch.randn(60, 3, generator=generator), torch.randint(4, (60,), generator=generator)
+    images, settings = torch.randperm(60, generator=generator), {"num_neighbours": 5, "temperature": 0.07}
+    database = images[:num_rows]  # so some of the queries are in it and some are not
+    one_by_one = []
+    for query in range(60):
+        others = database[database != query]
+        one_by_one.append(knn_accuracy(features[query, None], labels[query, None], features[others], labels[others], **settings))
+    among_others = knn_accuracy_among_others(features, labels, features[database], labels[database], torch.arange(60), database, **settings)
+    assert among_others == pytest.approx(sum(one_by_one) / 60)
+
+
 def test_a_source_named_for_the_probe_must_have_labels(tmp_path: Path) -> None:
     np.savez(tmp_path / "plain.npz", images=coloured(4, labels=None).pixels)
     with pytest.raises(RecipeError, match=r"plain\.npz has no labels; k-NN probes need class folders or a labelled data set"):
@@ -145,3 +200,22 @@ def test_features_along_a_single_direction_are_a_sign_of_collapse() -> None:
     method.backbone_to_evaluate().model.collapsed = True
     (sign,) = general_collapse_signs(probe(coloured(30, labels=None)).measure(method, HYPER))
     assert "the features span a single direction (effective rank 1.00)" in sign
+
+
+class Sluggish(Still):
+    def collapse_signs(self, metrics: Mapping[str, float]) -> list[str]:
+        return ["one vector"] if metrics["spread"] == 0.0 else []
+
+    def slow_signs(self, metrics: Mapping[str, float]) -> list[str]:
+        return ["an even teacher"]
+
+
+def test_warnings_tell_a_slow_run_from_a_collapsed_one() -> None:
+    slow = "training may hardly progress: an even teacher. See docs/troubleshooting.md."
+    assert warnings_of(Still(), {"effective_rank": 9.0}) == []
+    assert warnings_of(Sluggish(), {"effective_rank": 9.0, "spread": 0.5}) == [slow]
+    assert warnings_of(Sluggish(), {"effective_rank": 1.0, "spread": 0.0}) == [
+        "training may have collapsed: the features span a single direction (effective rank 1.00). See docs/troubleshooting.md.",
+        "training may have collapsed: one vector. See docs/troubleshooting.md.",
+        slow,
+    ]

@@ -1,5 +1,6 @@
 import json
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from massl import distributed
 from massl.commands.recipe import PretrainRecipe
 from massl.config import RecipeError, merge, validate
 from massl.data.loader import Loader
@@ -16,6 +18,7 @@ from massl.data.sources.array import ArraySource
 from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper, StepOutput
 from massl.methods.massl import MaSSL
+from massl.training import probes
 from massl.training.checkpoint import load_checkpoint
 from massl.training.metrics_log import TIMING_KEYS, read_metrics
 from massl.training.probes import Probe
@@ -265,3 +268,31 @@ def test_the_first_row_is_made_of_the_same_parts_as_every_step(tmp_path: Path) -
     run.method.register_forward_pre_hook(lambda _, given: sizes.append(given[0].global_views.shape[1]))
     run.fit()
     assert sizes == [4] * 2 * (1 + run.end_step)
+
+
+class Sluggish(MaSSL):
+    def collapse_signs(self, metrics: Mapping[str, float]) -> list[str]:
+        return []
+
+    def slow_signs(self, metrics: Mapping[str, float]) -> list[str]:
+        return [f"at step {metrics['step']}"]
+
+
+def test_warnings_stay_in_the_run_folder_once_each_however_often_the_run_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "general_collapse_signs", lambda metrics: [])
+    for output, stops in ((tmp_path / "straight", ()), (tmp_path / "stopped", (5,))):
+        for max_steps in (*stops, None):
+            fit(output, method_type=Sluggish, trainer__max_steps=max_steps, probes__every_epochs=1 / 3)  # a probe at each step
+        rows = [json.loads(line) for line in (output / "warnings.jsonl").read_text().splitlines()]
+        # The first epoch, of three steps, is too early to judge.
+        assert rows == [
+            {"step": step, "warning": f"training may hardly progress: at step {step}. See docs/troubleshooting.md."} for step in (4, 5, 6)
+        ]
+
+
+def test_only_the_main_process_writes_warnings_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "is_main", lambda: False)
+    fit(tmp_path, method_type=Sluggish)
+    assert not (tmp_path / "warnings.jsonl").exists()
