@@ -1,5 +1,6 @@
 """The page of massl report in a browser: what a reader sees, hears of and can press."""
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from massl.commands.report import report
 from massl.evaluations.results import ResultRow, append_rows
@@ -181,6 +183,52 @@ def test_a_telephone_shows_it_without_scrolling_sideways(browser: Any, page: Pat
     browser.run("document.querySelectorAll('details').forEach(details => { details.open = arguments[0]; })", opened)
     assert browser.run("return document.documentElement.scrollWidth") <= 360
     assert browser.run("return document.querySelector('.table-box').scrollWidth > document.querySelector('.table-box').clientWidth")
+
+
+def test_a_telephone_shows_the_accuracy_first_and_that_there_is_more(browser: Any, page: Path) -> None:
+    browser.open(page, width=390)
+    browser.run("document.querySelector('#summary .table-box').scrollIntoView({block: 'center'})")
+    headings = browser.run(
+        "const box = document.querySelector('#summary .table-box'), edge = box.getBoundingClientRect().right;"
+        "return [...box.querySelectorAll('th')].filter(one => one.getBoundingClientRect().right <= edge).map(one => one.textContent)"
+    )
+    assert headings[:2] == ["run", "k-NN last, %"]
+    assert browser.run("return document.querySelector('#summary .unlike').open")
+    before = edges_of(browser, "#summary .table-box")
+    assert before[0] > before[1] + 20  # darker at the right, where more lies
+    browser.run("document.querySelector('#summary .table-box').scrollLeft = 1e4")
+    after = edges_of(browser, "#summary .table-box")
+    assert after[1] > after[0] + 20
+
+
+def edges_of(browser: Any, selector: str) -> tuple[int, int]:
+    """How light the left and right edge of a box are, near its lower end, where no text stands."""
+    box = browser.run(
+        "const {left, right, bottom} = document.querySelector(arguments[0]).getBoundingClientRect(); return {left, right, bottom}", selector
+    )
+    picture = Image.open(io.BytesIO(browser.driver.get_screenshot_as_png())).convert("L")
+    height = (
+        box["bottom"]
+        - browser.run("const box = document.querySelector(arguments[0]); return box.offsetHeight - box.clientHeight", selector)
+        - 14
+    )
+    left, right = (picture.getpixel((round(place), round(height))) for place in (box["left"] + 2, box["right"] - 3))
+    return int(left), int(right)
+
+
+def test_raw_pixels_are_a_line_with_a_name(browser: Any, tmp_path: Path, write_run: Callable[..., Path]) -> None:
+    run = write_run(tmp_path / "run", has_backbone=False)
+    (run / "baseline.json").write_text('{"raw_pixel_knn": 31.0}')
+    browser.open(report([run], output=tmp_path / "r.html", figures=False).file)
+    for chart in ("knn_top1", "knn_by_minutes"):
+        assert (
+            browser.run("return document.querySelector(`[data-chart=${arguments[0]}] .level-name`).textContent", chart)
+            == "raw pixels 31.0 %"
+        )
+        look = browser.run("return getComputedStyle(document.querySelector(`[data-chart=${arguments[0]}] .level`)).strokeDasharray", chart)
+        assert look != "none"
+    assert browser.run("return document.querySelectorAll('.level').length") == 2
+    assert browser.console_errors() == []
 
 
 CONTRASTS = """

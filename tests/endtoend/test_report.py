@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from massl.commands import report as command
+from massl.commands.compare import compare_runs
 from massl.commands.evaluate import evaluate
 from massl.commands.pretrain import pretrain
 from massl.commands.report import report
@@ -73,6 +75,9 @@ def test_options_of_figures_reach_them(run: Path, tmp_path: Path, massl_here: Ma
     page = page_of(massl_here("report", run, "--output", tmp_path / "r.html", "--data", "photos", "--device", "cpu"))
     assert asked == {"runs": {"tiny": run}, "data": "photos", "device": "cpu"}
     assert "<p>drawn</p>" in page
+    assert "r.html --data photos --device cpu</pre>" in page
+    report([run], output=tmp_path / "r.html", device="cuda")
+    assert asked["device"] == "cuda"
 
 
 def test_data_that_are_gone_cost_the_pictures_but_not_the_page(run: Path, tmp_path: Path, massl_here: Massl) -> None:
@@ -180,3 +185,100 @@ def test_help_explains_the_options(massl_here: Massl) -> None:
     assert answer.status == 0
     for words in ("--no-figures", "--results", "--data", "--output", "massl report runs/a --output report.html"):
         assert words in answer.text.replace("_", "-")
+
+
+@pytest.mark.parametrize("options", [["--data", "photos"], ["--device", "cpu"]], ids=str)
+def test_options_of_figures_are_refused_without_figures(run: Path, tmp_path: Path, massl_here: Massl, options: list[str]) -> None:
+    answer = massl_here("report", run, "--output", tmp_path / "r.html", "--no-figures", *options)
+    assert answer.status == 2
+    assert f"{options[0]} would not be used: without figures" in answer.text
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_an_unknown_data_set_is_refused_beside_an_ablation_too(tmp_path: Path, massl_here: Massl) -> None:
+    shutil.copy(Path(__file__).parents[2] / "docs/results/ablations/block-size.json", tmp_path / "ablation.json")
+    answer = massl_here("report", tmp_path, "--data_set", "MNIST", "--output", tmp_path / "r.html")
+    assert answer.status == 1
+    assert "no public table is about 'MNIST'" in answer.text
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "metrics.jsonl"])
+def test_a_file_that_is_no_page_is_not_replaced(copy_of: Callable[[str], Path], massl_here: Massl, name: str) -> None:
+    file = copy_of("bare") / name
+    before = file.read_bytes()
+    answer = massl_here("report", file.parent, "--output", file)
+    assert answer.status == 1
+    assert f"{name} is there and no HTML page, so it is not replaced" in answer.text
+    assert file.read_bytes() == before
+    assert not list(file.parent.glob(".*.partial"))
+
+
+@pytest.mark.parametrize("content", ["", "<!DOCTYPE HTML>\n<p>old"])
+def test_a_page_or_an_empty_file_is_replaced(copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl, content: str) -> None:
+    file = tmp_path / "r.html"
+    file.write_text(content)
+    page = page_of(massl_here("report", copy_of("bare"), "--output", file))
+    assert '<section id="summary"' in page
+    assert "<p>old" not in page
+
+
+def test_something_that_is_no_plain_file_is_refused(copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    answer = massl_here("report", copy_of("bare"), "--output", tmp_path / "pipe")
+    assert answer.status == 1
+    assert "is no plain file; name another with --output" in answer.text
+
+
+@pytest.mark.parametrize("file", ["n" * 300, "/proc/report.html"], ids=["too long", "proc"])
+def test_a_place_where_nothing_can_be_written_is_told_before_the_work(
+    copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    monkeypatch.setattr(command, "report_page", lambda *given, **options: pytest.fail("the page was made"))
+    answer = massl_here("report", copy_of("bare"), "--output", tmp_path / file)
+    assert answer.status == 1
+    assert f"cannot write {tmp_path / file} (" in answer.text or "nothing may be written in /proc" in answer.text
+    assert "the same command continues" not in answer.text
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing_behind(
+    copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    bare = copy_of("bare")
+    monkeypatch.setattr(Path, "replace", refuse)
+    answer = massl_here("report", bare, "--output", tmp_path / "new/r.html")
+    assert answer.status == 1
+    assert "r.html (No space left on device); name another place with --output" in answer.text
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_names_that_are_not_utf8_are_shown_escaped(
+    run: Path, copy_of: Callable[[str], Path], make_folder: Callable[..., Path], tmp_path: Path, massl_here: Massl
+) -> None:
+    odd = copy_of(os.fsdecode(b"su\xffrr"))
+    assert "<h1>su\\udcffrr</h1>" in page_of(massl_here("report", odd, "--output", tmp_path / "r.html"))
+    photos = make_folder("photos", 24, classes=2)
+    (photos / "class0").rename(photos / os.fsdecode(b"cl\xffss"))
+    page = page_of(massl_here("report", run, "--data", photos, "--device", "cpu", "--output", tmp_path / "r.html"))
+    assert "cl\\udcffss" in page
+    assert "data:image/" in page
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_folder_of_a_comparison_stands_for_its_runs(copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl) -> None:
+    runs = [copy_of(f"compare/{name}") for name in ("massl", "dino", "failed", "trial-x")]
+    compare_runs(runs[:2], out=tmp_path / "compare")
+    comparison = tmp_path / "compare/comparison.json"
+    comparison.write_text(json.dumps({**json.loads(comparison.read_text()), "failed": {"failed": "was never probed", "gone": "no data"}}))
+    page = page_of(massl_here("report", tmp_path / "compare", "--output", tmp_path / "r.html"))
+    data = json.loads(page.partition('id="page-data">')[2].partition("</script>")[0])
+    assert data["runs"] == [{"label": "massl"}, {"label": "dino"}, {"label": "failed"}]
+    assert "CPU min, %" in page
+    compare_runs(runs[:2], out=tmp_path / "apart")
+    answer = massl_here("report", tmp_path / "apart", "--output", tmp_path / "r.html")
+    assert answer.status == 1
+    assert "holds a comparison but none of its runs; name the run folders themselves: massl, dino" in answer.text
+    (tmp_path / "apart/comparison.json").write_text("[]")
+    assert "is not what massl compare writes" in massl_here("report", tmp_path / "apart", "--output", tmp_path / "r.html").text

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from rich.console import Console
 
-from massl.commands.evaluate import RESULTS_FILE, require_writable, say
+from massl.commands.evaluate import RESULTS_FILE, say
+from massl.commands.figure_subject import Device
 from massl.commands.recipe import load_recipe, shipped_recipes
 from massl.commands.report_figures import figures_of
+from massl.commands.report_files import require_page_file, runs_of_comparison, write_page
 from massl.config import MasslError, Settings, flatten, validate
 from massl.evaluations.base import EvaluationError
 from massl.evaluations.results import ResultRow, newest, read_rows
@@ -24,6 +26,7 @@ from massl.reports.page_reproduction import PackagedRecipe, changes_between, rep
 from massl.reports.page_results import results_section
 from massl.reports.page_runs import PageRun, read_page_run
 from massl.reports.page_sections import Section
+from massl.reports.public_data import require_known
 from massl.reports.tables import transfer_averages
 from massl.reports.training_curves import distinct_labels
 
@@ -31,14 +34,22 @@ from massl.reports.training_curves import distinct_labels
 class ReportSettings(Settings):
     """What goes into the page, and where the page goes."""
 
-    output: str = Field(description="the HTML file; one that is there is replaced")
+    output: str = Field(description="the HTML file; a page that is there is replaced, any other file refused")
     results: tuple[str, ...] = Field((), description="folders of massl evaluate; besides those below the runs' own folders")
     figures: bool = Field(True, description="draw attention maps, matches, neighbours and a map of the features")
     data_set: str | None = Field(
         None, description="what the runs were trained on, for public tables, where data.source does not say it: CIFAR-10"
     )
     data: str | None = Field(None, description="images for the figures; default: those of each run's probe, or of its training")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the figures are computed")
+    device: Device = Field("auto", description="where the figures are computed")
+
+    @model_validator(mode="after")
+    def _options_of_figures_need_figures(self) -> Self:
+        given = {"--data": self.data is not None, "--device": self.device != "auto"}
+        if not self.figures and any(given.values()):
+            options = " and ".join(option for option, is_given in given.items() if is_given)
+            raise ValueError(f"{options} would not be used: without figures no images are looked at; leave out {options} or --no-figures")
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +67,10 @@ def report(
     data_set: str | None = None,
     figures: bool = True,
     data: str | Path | None = None,
+    device: Device = "auto",
 ) -> Report:
-    """Write the page of some run folders (of `massl pretrain`) and ablation folders (of `massl ablate`)."""
-    plain: dict[str, Any] = {"output": str(output), "results": [str(folder) for folder in results], "figures": figures}
+    """Write the page of some folders: runs of `massl pretrain`, those of a `massl compare`, and ablations of `massl ablate`."""
+    plain: dict[str, Any] = {"output": str(output), "results": [str(folder) for folder in results], "figures": figures, "device": device}
     plain |= {} if data is None else {"data": str(data)}
     plain |= {} if data_set is None else {"data_set": data_set}
     return run_report([str(run) for run in runs], validate(ReportSettings, plain, origin="report"))
@@ -68,9 +80,8 @@ def run_report(folders: Sequence[str], settings: ReportSettings) -> Report:
     """`massl report`: read everything first, so that what is wrong is told before the figures are drawn."""
     console = Console(stderr=True, highlight=False)
     file = Path(settings.output).expanduser()
-    if file.is_dir():
-        raise MasslError(f"{file} is a folder; name a file with --output, e.g. {file / 'report.html'}")
-    require_writable(file.absolute().parent, option="output")
+    require_page_file(file)
+    require_known(settings.data_set)
     runs, ablations = _read(folders)
     for run in runs:
         for remark in run.remarks:
@@ -78,10 +89,9 @@ def run_report(folders: Sequence[str], settings: ReportSettings) -> Report:
     command = _command(folders, settings)
     sections = _sections(runs, ablations, settings, command)
     page = report_page(runs, sections, title=_title(runs, ablations), created=datetime.now(UTC))
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(file)
-    say(console, f"{len(page.encode()) / 2**20:.1f} MiB")
+    encoded = page.encode("utf-8", errors="backslashreplace")  # names of files need not be UTF-8
+    write_page(file, encoded)
+    say(console, f"{len(encoded) / 2**20:.1f} MiB")
     return Report(file=file, runs=tuple(runs), num_ablations=len(ablations))
 
 
@@ -89,7 +99,7 @@ def _read(folders: Sequence[str]) -> tuple[list[PageRun], list[Path]]:
     """Runs, labelled apart, and the files of ablations."""
     if not folders:
         raise MasslError("which runs? Name folders of massl pretrain or massl ablate, e.g. massl report runs/a --output report.html")
-    paths = [Path(folder).expanduser() for folder in folders]
+    paths = [path for folder in folders for path in runs_of_comparison(Path(folder).expanduser())]
     ablations = {path: ablation_files(path) for path in paths if path.is_dir() and not (path / "recipe.yaml").exists()}
     of_runs = [path for path in paths if not ablations.get(path)]
     runs = [read_page_run(path, label=label) for path, label in zip(of_runs, distinct_labels(of_runs), strict=True)]
@@ -182,4 +192,5 @@ def _command(folders: Sequence[str], settings: ReportSettings) -> str:
     words += [] if settings.data_set is None else ["--data_set", settings.data_set]
     words += [] if settings.figures else ["--no-figures"]
     words += [] if settings.data is None else ["--data", settings.data]
+    words += [] if settings.device == "auto" else ["--device", settings.device]
     return shlex.join(words)

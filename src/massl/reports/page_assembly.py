@@ -13,6 +13,7 @@ from massl.reports.page_templates import asset, rendered
 from massl.reports.page_training import legend_markup, summary_section, training_section
 from massl.reports.training_tables import shared_by
 
+_LONGEST_SOURCE = 120  # characters of data.source in the head; joined sources may be as long as they like
 _SCRIPTS = ("charts.js", "tables.js", "page.js")
 
 
@@ -23,9 +24,14 @@ def report_page(runs: Sequence[PageRun], further: Sequence[Section], *, title: s
         training, data = training_section(runs)
         sections = [summary_section(runs), training, *further]
     _refuse_twins(sections)
+    in_full = shared_by([run.curve for run in runs]) if runs else ""
+    subtitle = (
+        in_full.replace(str(runs[0].curve.settings["data.source"]), _short(str(runs[0].curve.settings["data.source"]))) if runs else ""
+    )
     values: dict[str, object] = {
         "title": title,
-        "subtitle": shared_by([run.curve for run in runs]) if runs else "",
+        "subtitle": subtitle,
+        "subtitle_in_full": in_full if in_full != subtitle else "",
         "created": f"{created:%-d %B %Y, %H:%M} UTC · massl {_version()}",
         "version": _version(),
         "styles": _once([asset("page.css"), *(section.style for section in sections)]),
@@ -38,6 +44,10 @@ def report_page(runs: Sequence[PageRun], further: Sequence[Section], *, title: s
         "foot": f"Made by massl {_version()}. Nothing on this page is loaded from elsewhere.",
     }
     return rendered("page.html.j2", values)
+
+
+def _short(source: str) -> str:
+    return source if len(source) <= _LONGEST_SOURCE else f"{source[:_LONGEST_SOURCE]}…"
 
 
 def _refuse_twins(sections: Sequence[Section]) -> None:

@@ -11,6 +11,7 @@ from massl.reports.page_templates import rendered
 WIDTH, HEIGHT = 520, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 10, 40  # margins of the plot: numbers to its left, numbers and a title below it
 _MOST_TICKS = 5
+_LEAST_SPAN = 1e-290  # less cannot be divided into ticks
 _DASHES = ("", "6 4", "2 4")  # of the first runs, of those that repeat their colours, and of those after them
 
 
@@ -19,6 +20,8 @@ def static_chart(chart: Chart, *, axis: Axis, axis_title: str) -> Markup:
     places = [_place(point, axis) for one in chart.series for point in one.points]
     values = [point.value for one in chart.series for point in one.points]
     across = (0.0, max(places) or 1.0)
+    level = chart.level
+    values += [] if level is None else [level.value]
     x_ticks, y_ticks = ticks(*across), ticks(min(values), max(values))
     up = (min(y_ticks[0], *values), max(y_ticks[-1], *values))
 
@@ -38,6 +41,7 @@ def static_chart(chart: Chart, *, axis: Axis, axis_title: str) -> Markup:
         "y_ticks": [(round(above(tick), 1), tick_text(tick, y_ticks)) for tick in y_ticks],
         "axis_title": axis_title,
         "title": chart.metric.title,
+        "level": None if level is None else (round(above(level.value), 1), level.label),
         "lines": [_line(one, [(along(_place(point, axis)), above(point.value)) for point in one.points]) for one in chart.series],
     }
     return rendered("chart.html.j2", drawing)
@@ -45,8 +49,8 @@ def static_chart(chart: Chart, *, axis: Axis, axis_title: str) -> Markup:
 
 def ticks(low: float, high: float) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten apart) from at most `low` to at least `high`."""
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # equal but for rounding
-        margin = abs(low) * 0.1 or 1.0
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), _LEAST_SPAN):  # equal but for rounding
+        margin = abs(low) * 0.1 if abs(low) > _LEAST_SPAN else 1.0
         low, high = low - margin, high + margin
     rough = (high - low) / _MOST_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
@@ -56,10 +60,10 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def tick_text(tick: float, of: Sequence[float]) -> str:
-    """Short, and alike along an axis: 12,500, 0.25, or 5e-4 where all are small."""
+    """Short, and alike along an axis: 12,500, 0.25, or 5e-4 where all are small; 2e9 where it would be long."""
     if tick == 0:
         return "0"
-    if max(map(abs, of)) < 0.01:
+    if max(map(abs, of)) < 0.01 or abs(tick) >= 1e8:
         digits, _, power = f"{tick:.2e}".partition("e")
         return f"{float(digits):g}e{int(power)}"
     return f"{tick:,.0f}" if abs(tick) >= 1000 else f"{tick:.4g}"

@@ -22,7 +22,7 @@ class Metric(NamedTuple):
 # In this order.
 METRICS: dict[str, Metric] = {
     "loss": Metric("Loss", hint="of the batch at each logged step"),
-    "knn_top1": Metric("k-NN accuracy", "%", "the run's own probe of the teacher"),
+    "knn_top1": Metric("k-NN accuracy", "%", "the run's own probe"),
     "effective_rank": Metric("Effective rank", hint="how many directions the features use"),
     "teacher_entropy": Metric("Entropy of the teacher", "nats", "near 0: all weight on one row or prototype"),
     "memory_winner_share": Metric("Memory rows that win", hint="share of rows that are nearest to some image"),
@@ -59,6 +59,13 @@ class Series:
     points: tuple[Point, ...]
 
 
+class Level(NamedTuple):
+    """A number to hold a curve against, drawn across the chart."""
+
+    value: float
+    label: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chart:
     """What one panel shows."""
@@ -68,6 +75,7 @@ class Chart:
     series: tuple[Series, ...]
     axis: Axis | None = None  # None: the one the reader chooses
     has_markers: bool = False  # for numbers that come from time to time
+    level: Level | None = None
 
 
 def charts_of(runs: Sequence[PageRun]) -> tuple[list[Chart], list[Chart]]:
@@ -78,14 +86,22 @@ def charts_of(runs: Sequence[PageRun]) -> tuple[list[Chart], list[Chart]]:
     accuracy = next((chart for chart in main if chart.id == "knn_top1"), None)
     if accuracy is not None:
         metric = Metric("k-NN accuracy for the time spent", "%", "minutes of training times processes, probes not counted")
-        by_cost = Chart(id="knn_by_minutes", metric=metric, series=accuracy.series, axis="minutes", has_markers=True)
+        by_cost = Chart(id="knn_by_minutes", metric=metric, series=accuracy.series, axis="minutes", has_markers=True, level=accuracy.level)
         main.insert(main.index(accuracy) + 1, by_cost)
     return [chart for chart in main if chart.series], [chart for chart in further if chart.series]
 
 
 def _chart(key: str, metric: Metric, runs: Sequence[PageRun]) -> Chart:
     series = [Series(run=number, points=thinned(points_of(run, key))) for number, run in enumerate(runs)]
-    return Chart(id=key, metric=metric, series=tuple(one for one in series if one.points), has_markers=key == "knn_top1")
+    is_accuracy = key == "knn_top1"
+    drawn = tuple(one for one in series if one.points)
+    return Chart(id=key, metric=metric, series=drawn, has_markers=is_accuracy, level=_raw_pixels(runs) if is_accuracy else None)
+
+
+def _raw_pixels(runs: Sequence[PageRun]) -> Level | None:
+    """What k-NN reaches without a network, where there is one run: those of several need not be of the same images."""
+    accuracy = runs[0].raw_pixel_knn if len(runs) == 1 else None
+    return None if accuracy is None else Level(accuracy, f"raw pixels {accuracy:.1f} %")
 
 
 def points_of(run: PageRun, key: str) -> list[Point]:
@@ -131,6 +147,7 @@ def _plain_chart(chart: Chart) -> Mapping[str, object]:
         "unit": chart.metric.unit,
         "axis": chart.axis,
         "markers": chart.has_markers,
+        "level": None if chart.level is None else chart.level._asdict(),
         "series": [
             {"run": one.run, "points": [[float(f"{number:.6g}") for number in point] for point in one.points]} for one in chart.series
         ],

@@ -16,8 +16,10 @@ from massl.config import MasslError, read_yaml
 
 # What every row of metrics.jsonl says, besides much else.
 _IN_EVERY_ROW = ("step", "epoch", "images_per_second")
+_IN_SOME_ROWS = ("knn_top1", "peak_memory_gib")
 _IN_EVERY_RECIPE = ("method.name", "backbone.name", "data.source", "trainer.epochs", "trainer.batch_size")
 _IN_EVERY_ENVIRONMENT = ("device", "world_size")
+_COUNTS = ("trainer.epochs", "trainer.batch_size", "trainer.max_steps")
 
 
 class CurveError(MasslError, ValueError):
@@ -139,6 +141,9 @@ def read_run(folder: str | Path) -> RunCurve:
     if not path.is_dir():
         raise CurveError(f"{path} is no folder; name the --output of a massl pretrain")
     settings = dict(_flat(_recipe(path)))
+    wrong = wrong_counts(settings)
+    if wrong:
+        raise CurveError(f"{path / 'recipe.yaml'}: {'; '.join(wrong)}; massl pretrain writes whole numbers there, was it edited?")
     environment = _environment(path)
     rows = _rows(path / "metrics.jsonl")
     if not any("knn_top1" in row for row in rows):
@@ -167,6 +172,17 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
             num_parts += 1
         labels.append(str(Path(*own[-num_parts:])))
     return labels
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**15
+
+
+def wrong_counts(settings: Mapping[str, Any]) -> list[str]:
+    """Settings that must be whole numbers above 0 and are not, in words; trainer.max_steps may be unset."""
+    counted = {key: settings.get(key) for key in _COUNTS}
+    wrong = {key: value for key, value in counted.items() if not is_count(value) and not (key == "trainer.max_steps" and value is None)}
+    return [f"{key} is {value!r}" for key, value in wrong.items()]
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
@@ -200,6 +216,8 @@ def _environment(folder: Path) -> dict[str, Any]:
     missing = [key for key in _IN_EVERY_ENVIRONMENT if not isinstance(values, dict) or key not in values]
     if missing:
         raise CurveError(f"{file} does not say {', '.join(missing)}; massl pretrain writes it there, was it edited?")
+    if not is_count(values["world_size"]):
+        raise CurveError(f"{file}: world_size is {values['world_size']!r}, no number of processes; was it edited?")
     return dict(values)
 
 
@@ -217,6 +235,9 @@ def _rows(file: Path) -> tuple[Mapping[str, float], ...]:
         missing = [key for key in _IN_EVERY_ROW if not isinstance(row, dict) or key not in row]
         if missing:
             raise CurveError(f"{file}, line {number} does not say {', '.join(missing)}")
+        wrong = [key for key in (*_IN_EVERY_ROW, *_IN_SOME_ROWS) if key in row and not _is_finite(row[key])]
+        if wrong:
+            raise CurveError(f"{file}, line {number}: {', '.join(wrong)} must be finite numbers; was it edited?")
         if rows and row["step"] <= rows[-1]["step"]:
             raise CurveError(f"{file}, line {number} goes back to step {row['step']:.0f}; did two runs write to it?")
         if row["step"] > 0 and row["images_per_second"] <= 0:
@@ -225,6 +246,10 @@ def _rows(file: Path) -> tuple[Mapping[str, float], ...]:
     if not rows:
         raise CurveError(f"{file} is empty so far: the first row comes after the first probe")
     return tuple(rows)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # of NaN too: no comparison holds
 
 
 def _steps_per_epoch(rows: Sequence[Mapping[str, float]]) -> int | None:

@@ -104,10 +104,66 @@ def test_the_summary_has_a_line_a_run(make_run: MakeRun, rows: list[dict[str, fl
     under_way = run_of(make_run("b", {"trainer.epochs": 4, "method.name": "dino"}, world_size=2))
     table = summary_table([run_of(make_run("a")), under_way, run_of(make_run("c", rows=[]))])
     texts = [[cell.text for cell in line.cells] for line in table.lines]
-    assert texts[0] == ["a", "massl", "finished", "2 of 2", "50.0", "55.0", "1.67", "15"]
-    assert texts[1] == ["b", "dino", "in progress or stopped", "2 of 4", "50.0", "55.0", "3.33", "15"]
-    assert texts[2] == ["c", "massl", "no row yet", "0 of 2", "–", "–", "–", "–"]
+    at_equal_cost = "k-NN at 1.67 GPU min, %"
+    assert table.columns == ("run", "k-NN last, %", "k-NN best, %", at_equal_cost, "method", "epochs", "GPU-minutes", "images/s", "state")
+    assert texts[0] == ["a", "50.0", "55.0", "50.0", "massl", "2 of 2", "1.67", "15", "finished"]
+    assert texts[1] == ["b", "50.0", "55.0", "20.0", "dino", "2 of 4", "3.33", "15", "in progress or stopped"]
+    assert texts[2] == ["c", "–", "–", "–", "massl", "0 of 2", "–", "–", "no row yet"]
     assert [line.cells[0].run for line in table.lines] == [0, 1, 2]
+    assert any("at equal cost" in note for note in table.footnotes)
+
+
+def test_without_a_second_probed_run_there_is_no_column_of_equal_cost(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
+    for other in (run_of(make_run("empty", rows=[])), run_of(make_run("begun", rows=rows[:1]))):
+        table = summary_table([run_of(make_run(f"beside-{other.label}")), other])
+        assert not any("min, %" in column for column in table.columns)
+        assert not any("equal cost" in note for note in table.footnotes)
+
+
+def test_a_run_that_max_steps_ended_says_so(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
+    rows[1]["knn_top1"] = 46.5
+    run = run_of(make_run("a", {"trainer.max_steps": 5}, rows=rows[:2]))
+    assert run.state == "ended by trainer.max_steps at step 5"
+    assert run.remarks == ()
+    page = page_of([run])
+    assert "&lt;1 of 2<small>ended by trainer.max_steps at step 5" in page
+    assert "46.5 %<small>at step 5" in page
+
+
+def test_raw_pixels_and_warnings_stand_in_the_summary(make_run: MakeRun) -> None:
+    first, second = make_run("a"), make_run("b")
+    assert "raw pixels" not in page_of([run_of(first)]).partition("<main")[2]
+    (first / "baseline.json").write_text('{"raw_pixel_knn": 31.04}')
+    (first / "warnings.jsonl").write_text('{"step": 1388, "warning": "the <teacher> sleeps"}\n')
+    page = page_of([run_of(first)])
+    assert "50.0 %<small>at epoch 2; raw pixels 31.0 %</small>" in page
+    assert "Warnings during training" in page
+    assert "<li>step 1,388: the &lt;teacher&gt; sleeps</li>" in page
+    assert page.count('class="level-name"') == 2  # in both charts of k-NN
+    assert data_in(page)["charts"]["knn_by_minutes"]["level"] == {"value": 31.04, "label": "raw pixels 31.0 %"}
+    assert data_in(page)["charts"]["images_per_second"]["level"] is None
+    runs = [run_of(first), run_of(second)]
+    table = summary_table(runs)
+    place = table.columns.index("raw pixels, %")
+    assert [line.cells[place].text for line in table.lines] == ["31.0", "–"]
+    assert "<li>a: step 1,388:" in page_of(runs)
+    assert 'class="level-name"' not in page_of(runs)  # of which images would it be?
+
+
+def test_what_the_runs_are_not_alike_in_is_unfolded(make_run: MakeRun) -> None:
+    page = page_of([run_of(make_run("a")), run_of(make_run("b", {"trainer.batch_size": 30}))])
+    assert '<details class="unlike" open>' in page
+
+
+def test_a_long_source_does_not_fill_the_head(make_run: MakeRun) -> None:
+    source = "joined:" + "|".join(f"/data/part-{number}" for number in range(100))
+    page = page_of([run_of(make_run("a", {"data.source": source}))])
+    head = page.partition("<body>")[2].partition("</header>")[0]
+    assert f'title="vit_tiny_patch16_224 on {source}, batch 60' in head
+    shown = head.partition(f"{source}, batch 60")[2]
+    assert f"on {source[:120]}…, batch 60" in shown
+    short = page_of([run_of(make_run("b"))])
+    assert " title=" not in short.partition("<body>")[2].partition("</header>")[0]
 
 
 def test_what_cannot_be_compared_is_said(make_run: MakeRun) -> None:

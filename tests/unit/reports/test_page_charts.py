@@ -6,7 +6,7 @@ import pytest
 
 from massl.reports.page_charts import dash_of, static_chart, tick_text, ticks
 from massl.reports.page_runs import read_page_run
-from massl.reports.page_series import MOST_POINTS, Chart, Metric, Point, Series, charts_of, default_axis, plain, thinned
+from massl.reports.page_series import MOST_POINTS, Chart, Level, Metric, Point, Series, charts_of, default_axis, plain, thinned
 
 MakeRun = Callable[..., Path]
 
@@ -41,6 +41,8 @@ def test_short_curves_stay_as_they_are(number: int) -> None:
         (5, 5, [4.4, 4.6, 4.8, 5.0, 5.2, 5.4, 5.6]),
         (0, 0, [-1, -0.5, 0, 0.5, 1]),
         (0.03999999999999998, 0.04, [0.036, 0.038, 0.04, 0.042, 0.044]),
+        (0, 5e-324, [-1, -0.5, 0, 0.5, 1]),
+        (-1e100, 1e100, [-1e100, -5e99, 0, 5e99, 1e100]),
     ],
 )
 def test_ticks_are_round_and_enclose_the_data(low: float, high: float, expected: list[float]) -> None:
@@ -53,6 +55,7 @@ def test_ticks_are_round_and_enclose_the_data(low: float, high: float, expected:
 def test_ticks_are_written_alike_along_an_axis() -> None:
     assert [tick_text(tick, [0, 8e-4, 1e-3]) for tick in (0, 8e-4, 1e-3)] == ["0", "8e-4", "1e-3"]
     assert [tick_text(tick, [0.25, 12_500]) for tick in (0.25, 12_500)] == ["0.25", "12,500"]
+    assert tick_text(-5e99, [-5e99, 0]) == "-5e99"
 
 
 def test_charts_are_of_what_the_rows_hold(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
@@ -117,3 +120,13 @@ def test_a_run_of_one_row_has_an_axis_too() -> None:
 def test_runs_that_share_a_colour_differ_in_their_dashes() -> None:
     assert len({dash_of(run) for run in (0, 6, 12)}) == 3
     assert dash_of(5) == dash_of(0)
+
+
+def test_a_level_is_drawn_within_the_chart() -> None:
+    series = (Series(run=0, points=tuple(points([40.0, 50.0]))),)
+    svg = str(
+        static_chart(Chart(id="x", metric=Metric("k-NN"), series=series, level=Level(31.0, "raw pixels")), axis="step", axis_title="step")
+    )
+    y = float(svg.partition('class="level"')[2].partition('y1="')[2].partition('"')[0])
+    assert 10 < y < 210
+    assert ">raw pixels</text>" in svg

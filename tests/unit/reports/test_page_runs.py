@@ -3,9 +3,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from massl.reports.page_runs import PageError, PageRun, read_page_run
-from massl.reports.training_curves import read_run
+from massl.reports.training_curves import CurveError, read_run
 
 MakeRun = Callable[..., Path]
 
@@ -125,3 +126,86 @@ def test_a_run_without_probes_has_no_accuracy(make_run: MakeRun, rows: list[dict
     assert (run.best, run.last) == (None, None)
     assert run.finished
     assert json.dumps(run.epochs) == "[0.0, 0.5, 1.0, 1.5, 2.0]"
+
+
+def edited_recipe(folder: Path, **changes: object) -> Path:
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe["trainer"].update(changes)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"epochs": None}, "trainer.epochs is None"),
+        ({"batch_size": "x"}, "trainer.batch_size is 'x'"),
+        ({"max_steps": "many"}, "trainer.max_steps is 'many'"),
+        ({"epochs": 0}, "trainer.epochs is 0"),
+    ],
+    ids=str,
+)
+def test_a_recipe_without_whole_numbers_is_refused(make_run: MakeRun, changes: dict[str, object], said: str) -> None:
+    folder = edited_recipe(make_run("a"), **changes)
+    with pytest.raises(PageError, match=f"recipe.yaml: {said}; massl pretrain writes whole numbers there"):
+        read(folder)
+    with pytest.raises(CurveError, match=said):
+        read_run(folder)
+
+
+@pytest.mark.parametrize("number", ["x", None, 0, 1.5, True])
+def test_a_number_of_processes_that_is_none_is_said(make_run: MakeRun, number: object) -> None:
+    folder = make_run("a")
+    file = folder / "environment.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "world_size": number}))
+    run = read(folder)
+    assert run.remarks == (f"world_size in environment.json is {number!r}, no number of processes: minutes are counted for one process",)
+    assert (run.curve.num_processes, run.curve.device) == (1, "NVIDIA H200")
+    with pytest.raises(CurveError, match="no number of processes"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": 9},  # more than steps
+        {"step": -1},
+        {"step": 10**400},
+        {"images_per_second": 1e-308},
+        {"images_per_second": 10**400},
+        {"epoch": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_rows_that_cannot_be_are_left_out(make_run: MakeRun, rows: list[dict[str, float]], change: dict[str, float]) -> None:
+    rows[1].update(change)
+    run = read(make_run("a", rows=rows))
+    assert [row["step"] for row in run.rows] == [0, 10, 15, 20]
+    assert run.remarks == ("line 2 of metrics.jsonl is no row of a run and left out",)
+    assert run.epochs == (0.0, 1.0, 1.5, 2.0)
+
+
+def test_numbers_that_are_too_large_to_draw_are_counted(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
+    for row, loss in zip(rows, (1.7e308, -1.7e308, 10**400, 3.0, 2.0), strict=True):
+        row["loss"] = loss
+    run = read(make_run("a", rows=rows))
+    assert [row["loss"] for row in run.rows if "loss" in row] == [3.0, 2.0]
+    assert run.remarks == ("loss is beyond ±1e+100, too large to draw, in 3 rows",)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"raw_pixel_knn": "x"}', '{"raw_pixel_knn": 310}', '{"raw_pixel_knn": NaN}', "{}"])
+def test_a_baseline_that_is_none_is_left_out(make_run: MakeRun, content: str) -> None:
+    folder = make_run("a")
+    (folder / "baseline.json").write_text(content)
+    run = read(folder)
+    assert run.raw_pixel_knn is None
+    assert len(run.remarks) == (0 if content in ("[1]", "{}") else 1)
+
+
+def test_warnings_that_cannot_be_read_are_counted(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    whole = '{"step": 3, "warning": "asleep"}'
+    (folder / "warnings.jsonl").write_text(f'{whole}\n{whole}\n{{"step": 4}}\n[1]\n{{"step": 5, "war')
+    run = read(folder)
+    assert run.warnings == ((3, "asleep"),)
+    assert run.remarks == ("3 lines of warnings.jsonl cannot be read and left out",)

@@ -7,6 +7,7 @@
   const MARGIN = { left: 56, right: 14, top: 10, bottom: 40 };
   const HEIGHT = 250;
   const NUM_COLOURS = 6;
+  const LEAST_SPAN = 1e-290; // less cannot be divided into ticks
   const DASHES = ["", "6 4", "2 4"];
   const state = { axis: data.axis, hidden: new Set() };
   const panels = [];
@@ -23,8 +24,8 @@
   }
 
   function ticks(low, high, most) {
-    if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) { // equal but for rounding
-      const margin = Math.abs(low) * 0.1 || 1;
+    if (high - low <= Math.max(1e-9 * Math.max(Math.abs(low), Math.abs(high)), LEAST_SPAN)) { // equal but for rounding
+      const margin = Math.abs(low) > LEAST_SPAN ? Math.abs(low) * 0.1 : 1;
       [low, high] = [low - margin, high + margin];
     }
     const rough = (high - low) / most;
@@ -45,6 +46,7 @@
   function numberText(number, digits) {
     const size = Math.abs(number);
     if (size === 0) return "0";
+    if (size >= 1e8) return exponential(number);
     if (size >= 1000) return number.toLocaleString("en-GB", { maximumFractionDigits: 0 });
     return size < 0.001 ? exponential(number) : String(Number(number.toPrecision(digits)));
   }
@@ -96,7 +98,8 @@
       const place = AXES.indexOf(this.axis);
       const points = (this.visible.length ? this.visible : this.chart.series).flatMap((series) => series.points);
       const places = points.map((point) => point[place]);
-      const values = points.map((point) => point[3]);
+      const level = this.chart.level;
+      const values = points.map((point) => point[3]).concat(level ? [level.value] : []);
       const end = places.reduce((one, other) => Math.max(one, other), 0) || 1;
       const yTicks = ticks(values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b)), 5);
       const span = { x: [0, end], y: [yTicks[0], yTicks[yTicks.length - 1]] };
@@ -120,6 +123,11 @@
         svg("text", { x, y: edge.bottom + 17, "text-anchor": "middle" }, this.svg, tickText(tick, xTicks));
       }
       svg("text", { x: edge.right, y: edge.bottom + 34, "text-anchor": "end" }, this.svg, data.axes[this.axis]);
+      if (level) {
+        const y = this.above(level.value);
+        svg("line", { class: "level", x1: edge.left, x2: edge.right, y1: y, y2: y }, this.svg);
+        svg("text", { class: "level-name", x: edge.right, y: y - 5, "text-anchor": "end" }, this.svg, level.label);
+      }
       for (const series of this.visible) this.drawSeries(series, place);
       this.over = svg("g", {}, this.svg);
       this.edge = edge;
