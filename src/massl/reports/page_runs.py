@@ -6,7 +6,7 @@ numbers that are none.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from massl.config import MasslError, read_yaml
 from massl.reports.page_extras import TrainingWarning, read_baseline, read_warnings
-from massl.reports.training_curves import KnnPoint, RunCurve, is_count, wrong_counts
+from massl.reports.training_curves import KnnPoint, RunCurve, flat_values, is_count, wrong_counts
 
 _IN_EVERY_RECIPE = ("method.name", "backbone.name", "data.source", "trainer.epochs", "trainer.batch_size")
 _IN_EVERY_ROW = ("step", "epoch", "images_per_second")
@@ -120,7 +120,7 @@ def read_page_run(folder: Path, *, label: str) -> PageRun:
     file = folder / "recipe.yaml"
     if not file.is_file():
         raise PageError(f"{folder} holds no recipe.yaml, so it is no run of massl; name the --output of a massl pretrain or massl ablate")
-    settings = dict(_flat(read_yaml(file)))
+    settings = dict(flat_values(read_yaml(file)))
     missing = [key for key in _IN_EVERY_RECIPE if key not in settings]
     if missing:
         raise PageError(f"{file} does not say {', '.join(missing)}; massl pretrain writes a whole recipe there, was it edited?")
@@ -138,14 +138,6 @@ def read_page_run(folder: Path, *, label: str) -> PageRun:
         under_way = f"in progress or stopped: at step {rows[-1]['step']:,.0f}, epoch {run.progress}"
         return replace(run, remarks=(under_way, *remarks))
     return run
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + str(key), value
 
 
 def _environment(file: Path) -> tuple[dict[str, Any], list[str]]:

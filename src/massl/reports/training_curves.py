@@ -140,7 +140,7 @@ def read_run(folder: str | Path) -> RunCurve:
     path = Path(folder).expanduser()
     if not path.is_dir():
         raise CurveError(f"{path} is no folder; name the --output of a massl pretrain")
-    settings = dict(_flat(_recipe(path)))
+    settings = dict(flat_values(_recipe(path)))
     wrong = wrong_counts(settings)
     if wrong:
         raise CurveError(f"{path / 'recipe.yaml'}: {'; '.join(wrong)}; massl pretrain writes whole numbers there, was it edited?")
@@ -191,16 +191,17 @@ def _recipe(folder: Path) -> dict[str, Any]:
         recipe = read_yaml(file)
     except FileNotFoundError:
         raise CurveError(f"{folder} holds no recipe.yaml, so it is no run of massl; name the --output of a massl pretrain") from None
-    missing = [key for key in _IN_EVERY_RECIPE if key not in dict(_flat(recipe))]
+    missing = [key for key in _IN_EVERY_RECIPE if key not in dict(flat_values(recipe))]
     if missing:
         raise CurveError(f"{file} does not say {', '.join(missing)}; massl pretrain writes a whole recipe there, was it edited?")
     return recipe
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested values under dotted names, as they stand in a file, whatever version of massl wrote it."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat_values(value, f"{prefix}{key}.")
         else:
             yield prefix + str(key), value
 
