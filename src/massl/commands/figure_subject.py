@@ -24,7 +24,7 @@ from massl.data.sources.base import DataError, ImageSource, Pixels
 from massl.data.sources.subset import SubsetSource
 from massl.evaluations.base import labels_of_images
 from massl.evaluations.features import Extractor
-from massl.ops.neighbours import weighted_vote
+from massl.ops.neighbours import weighted_vote, without
 
 Device = Literal["auto", "cpu", "cuda"]
 _NUM_DATABASE = 4000  # images among which neighbours are looked for: a few seconds of a small network on a CPU
@@ -77,9 +77,8 @@ class FigureSubject:
             raise DataError(f"{self.sample.database.name} holds no other image; neighbours need at least two")
         similarities, indices = nearest_rows(queries, rows, num_neighbours=num + self.sample.is_own)
         if self.sample.is_own:
-            similarities = similarities.masked_fill(indices == torch.arange(len(queries))[:, None], -torch.inf)
-            similarities, places = similarities.topk(num, dim=1)
-            indices = indices.gather(1, places)
+            itself = indices == torch.arange(len(queries))[:, None]
+            similarities, indices = without(similarities, indices, itself, num_neighbours=num)
         return Neighbours(similarities=similarities, indices=indices)
 
     @cached_property

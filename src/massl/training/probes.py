@@ -17,7 +17,7 @@ from massl.data.sources import ImageSource, open_source
 from massl.data.views import ViewSettings
 from massl.methods.base import Method, StepHyper
 from massl.ops.image_ops import RaggedImages, centre_view, normalise
-from massl.ops.neighbours import cosine_topk, knn_accuracy, weighted_vote
+from massl.ops.neighbours import knn_accuracy, knn_accuracy_among_others
 from massl.ops.spectrum import effective_rank
 
 _CHUNK_PIXELS = 256 * 224 * 224  # images taken through the backbone at once, as pixels of their views
@@ -175,27 +175,6 @@ def general_collapse_signs(metrics: dict[str, float]) -> list[str]:
     if metrics["effective_rank"] < 1.5:
         return [f"the features span a single direction (effective rank {metrics['effective_rank']:.2f})"]
     return []
-
-
-def knn_accuracy_among_others(
-    queries: Tensor,
-    query_labels: Tensor,
-    database: Tensor,
-    database_labels: Tensor,
-    query_images: Tensor,
-    database_images: Tensor,
-    *,
-    num_neighbours: int,
-    temperature: float,
-) -> float:  # [Q, D], [Q], [M, D], [M], [Q], [M] -> percent
-    """`knn_accuracy` where no image is its own neighbour: the row of the query's own image has no vote, the next takes its place."""
-    similarities, rows = cosine_topk(queries, database, num_neighbours=min(num_neighbours + 1, len(database)))
-    itself = database_images[rows] == query_images[:, None]
-    similarities, order = similarities.masked_fill(itself, -torch.inf).sort(dim=1, descending=True, stable=True)
-    labels = database_labels[rows.gather(1, order)]
-    num_classes = int(torch.maximum(database_labels.max(), query_labels.max())) + 1
-    votes = weighted_vote(similarities[:, :num_neighbours], labels[:, :num_neighbours], num_classes=num_classes, temperature=temperature)
-    return 100.0 * float((votes.argmax(dim=1) == query_labels).double().mean())
 
 
 def _are_same(first: _Subset, second: _Subset) -> bool:

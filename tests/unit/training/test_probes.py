@@ -12,8 +12,8 @@ from massl.data.sources.array import ArraySource
 from massl.data.views import ViewBatch, ViewSettings
 from massl.methods.base import Method, StepHyper, StepOutput
 from massl.nn.backbone import Backbone
-from massl.ops.neighbours import knn_accuracy
-from massl.training.probes import Probe, ProbeSettings, general_collapse_signs, knn_accuracy_among_others, warnings_of
+from massl.ops.neighbours import knn_accuracy, knn_accuracy_among_others
+from massl.training.probes import Probe, ProbeSettings, general_collapse_signs, warnings_of
 
 HYPER = StepHyper(step=0, epoch=0, learning_rate=0.1, weight_decay=0.0, own={"momentum": 0.9, "teacher_temperature": 0.05})
 VIEWS = ViewSettings(global_size=4, local_size=4, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
