@@ -30,6 +30,7 @@ from massl.methods.base import (
     TeacherSettings,
     TrainingPlan,
     autocast_dtype,
+    caution_on_parts,
     student_and_teacher,
 )
 from massl.nn.backbone import Backbone, BackboneSettings
@@ -159,6 +160,8 @@ class MaSSL(Method):
         if num_rows % self.settings.memory.block_size:
             left_out = num_rows % self.settings.memory.block_size
             found.append(f"method.memory.num_rows is no multiple of block_size: {left_out:,} random rows stay unused each step.")
+        if self.settings.head.batch_norm:
+            found += caution_on_parts(plan, "batch norm in the head", "its statistics")
         return found
 
 

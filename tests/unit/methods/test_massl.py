@@ -288,6 +288,13 @@ def test_a_memory_larger_than_the_data_set_or_with_a_remainder_is_cautioned_agai
     assert "3 random rows stay unused each step" in caution
 
 
+def test_batch_norm_in_the_head_is_cautioned_against_where_batches_come_in_parts() -> None:
+    in_parts = replace(plan(num_images=24), num_parts=2)
+    assert tiny_method().cautions(in_parts) == tiny_method(batch_norm=True).cautions(plan(num_images=24)) == []
+    (caution,) = tiny_method(batch_norm=True).cautions(in_parts)
+    assert caution.startswith("batch norm in the head takes its statistics from each of the 2 parts of a batch")
+
+
 def test_the_winner_share_counts_the_rows_that_are_nearest_to_some_query() -> None:
     rows = torch.eye(4)
     assert winner_share(rows, rows[None]) == 1.0
