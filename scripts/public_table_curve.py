@@ -1,6 +1,7 @@
-"""k-NN accuracy of a run over its epochs, between the rows of a public table.
+r"""k-NN accuracy of runs over their epochs, between the rows of a public table.
 
-cd docs/results/lightly-cifar10; python ../../../scripts/public_table_curve.py metrics.jsonl lightly-cifar10-batch512-200 curve.png
+cd docs/results/lightly-cifar10; python ../../../scripts/public_table_curve.py lightly-cifar10-batch512-200 curve.png \
+    "MaSSL, temperature 0.04 to 0.07=metrics.jsonl" "MaSSL, temperature 0.04 throughout=sharp-teacher.jsonl"
 """
 
 import json
@@ -14,23 +15,32 @@ from matplotlib import pyplot as plt
 
 from massl.reports.public import public_tables
 
+COLOURS = ("#0067b1", "#d45d00", "#009e73")
 
-def main(metrics: str, table_name: str, picture: str) -> None:
+
+def probes_of(metrics: str) -> list[tuple[int, float]]:
     rows = [json.loads(line) for line in Path(metrics).read_text(encoding="utf-8").splitlines()]
-    probes = [(row["epoch"], row["knn_top1"]) for row in rows if "knn_top1" in row]
+    return [(row["epoch"], row["knn_top1"]) for row in rows if "knn_top1" in row]
+
+
+def main(table_name: str, picture: str, *runs: str) -> None:
     table = next(table for table in public_tables() if table.name == table_name)
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
-    axes.plot(*zip(*probes, strict=True), marker="o", markersize=3.5, color="#0067b1", label=f"MaSSL, {max(k for _, k in probes):.2f} %")
-    last_epoch = probes[-1][0]
+    for run, colour in zip(runs, COLOURS, strict=False):
+        label, _, metrics = run.partition("=")
+        probes = probes_of(metrics)
+        best = max(accuracy for _, accuracy in probes)
+        axes.plot(*zip(*probes, strict=True), marker="o", markersize=3, color=colour, label=f"{label}: {best:.2f} %")
+        last_epoch = probes[-1][0]
     heights: list[float] = []
     for row in sorted(table.rows, key=lambda row: -(row.values[0] or 0.0)):
         accuracy = row.values[0]
         if accuracy is None or accuracy < 78:
             continue
         axes.hlines(accuracy, 0, last_epoch, color="0.75", linewidth=0.8, zorder=0)
-        height = min([accuracy, *(other - 0.75 for other in heights[-1:])])  # names that would overlap move down
+        height = min([accuracy, *(other - 0.58 for other in heights[-1:])])  # names that would overlap move down
         heights.append(height)
-        axes.text(last_epoch * 1.02, height, f"{row.method} {accuracy:.1f}", fontsize=7.5, color="0.3", va="center")
+        axes.text(last_epoch * 1.02, height, f"{row.method} {accuracy:.1f}", fontsize=7, color="0.3", va="center")
     axes.set(xlabel="epoch", ylabel="k-NN accuracy, % (k = 200, T = 0.1)", ylim=(68, 89), xlim=(0, last_epoch * 1.2), title=table.title)
     axes.set_xticks(range(0, last_epoch + 1, last_epoch // 8))
     axes.spines[["top", "right"]].set_visible(False)

@@ -9,6 +9,8 @@ from massl.cli import parse_pretrain
 from massl.commands.methods import METHODS, SETTINGS
 from massl.commands.recipe import load_recipe, shipped_recipes
 from massl.config import RecipeError, overlay
+from massl.methods.base import TeacherSettings
+from massl.methods.massl import MaSSLSettings
 
 FILE = """
 method: {name: massl, student_temperature: 0.2}
@@ -119,16 +121,22 @@ def test_small_recipes_of_all_methods_differ_in_nothing_that_costs(name: str, si
 def test_the_imagenette_recipes_are_vits8_at_112_px_with_all_that_follows_from_it(name: str) -> None:
     recipe = load_recipe(name)
     assert (recipe.backbone.name, recipe.backbone.image_size, recipe.backbone.patch_size) == ("vit_small_patch16_224", 112, 8)
-    assert (recipe.views.num_global, recipe.views.num_local) == (2, 0 if name.startswith("mocov3") else 6)
+    assert (recipe.views.num_global, recipe.views.num_local) == (2, 6 if name.startswith(("dino", "ibot")) else 0)
     assert (recipe.views.global_size, recipe.views.local_size) == (112, 48)
     assert recipe.views.blur_sigma == (0.1, 2.0 * 112 / 224)
     assert (recipe.trainer.epochs, recipe.trainer.batch_size) == (100, 256)
-    assert "Not run yet" in shipped_recipes()[name].read_text()
+    assert "docs/results/imagenette.md" in shipped_recipes()[name].read_text()
 
 
-def test_the_memory_of_massl_imagenette_is_smaller_than_the_data_set() -> None:
-    memory = load_recipe("massl-imagenette").method.memory
-    assert (memory.num_rows, memory.block_size) == (4096, 1024)
+@pytest.mark.parametrize("name", ["massl-tiny", "massl-imagenette"])
+def test_massl_for_few_images_is_as_it_was_measured(name: str) -> None:
+    """Quick and sharp teacher, batch norm, small memory, two views: together eight points (docs/results/tiny-imagenet-100.md)."""
+    recipe = load_recipe(name)
+    assert isinstance(recipe.method, MaSSLSettings)
+    assert recipe.views.num_local == 0
+    assert recipe.method.head.batch_norm
+    assert recipe.method.teacher == TeacherSettings(momentum=0.9, temperature_start=0.04, temperature=0.04, temperature_warmup_epochs=0)
+    assert (recipe.method.memory.num_rows, recipe.method.memory.block_size) == (4096, 1024)
 
 
 def test_every_recipe_file_names_its_method() -> None:

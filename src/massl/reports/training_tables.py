@@ -44,10 +44,17 @@ _BASE_METHOD = "massl"  # what ratios are to, where there is a run of it
 
 
 def differing_settings(curves: Sequence[RunCurve]) -> dict[str, dict[str, Any]]:
-    """Dotted key -> label -> value, of the settings in which the runs are not all alike; a run without the key has None."""
+    """Dotted key -> label -> value, of the settings in which the runs are not all alike; a run without the key has None.
+
+    Runs that do not use a setting, as views.local_size without local views, are left out of it.
+    """
     keys = sorted({key for curve in curves for key in curve.settings})
-    values = {key: {curve.label: curve.settings.get(key) for curve in curves} for key in keys}
-    return {key: by_label for key, by_label in values.items() if any(value != by_label[curves[0].label] for value in by_label.values())}
+    values = {key: {curve.label: curve.settings.get(key) for curve in curves if _uses(curve, key)} for key in keys}
+    return {key: by_label for key, by_label in values.items() if any(value != next(iter(by_label.values())) for value in by_label.values())}
+
+
+def _uses(curve: RunCurve, key: str) -> bool:
+    return not (key.startswith("views.local_") and curve.settings.get("views.num_local") == 0)
 
 
 def cautions(curves: Sequence[RunCurve]) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
 """What computes the steps of a run, as far as its device and its networks allow."""
 
+import os
+import shutil
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,7 +9,11 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from massl import distributed
+from massl.config import RecipeError
 from massl.methods.base import Method
+
+# What torch.compile calls: Triton a C compiler for the GPU, Inductor a C++ compiler for the CPU; the variable names another one.
+_COMPILERS = {"cuda": ("CC", "C", ("gcc", "clang", "cc")), "cpu": ("CXX", "C++", ("g++", "clang++"))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,7 @@ def choose_kernels(
     networks: str = wanted
     backbones = method.backbones()
     if wanted == "compiled":
+        _require_compiler(device)
         for backbone in backbones:
             backbone.compile_blocks()
     elif wanted == "fused":
@@ -45,3 +52,15 @@ def choose_kernels(
             if not isinstance(backbone.model, VisionTransformer):
                 backbone.use_channels_last()
     return Kernels(networks=networks, cuda_graph=cuda_graph and device.type == "cuda" and distributed.world_size() == 1)
+
+
+def _require_compiler(device: torch.device) -> None:
+    """Say it before the first step, where torch.compile would fail with a page of its own calls."""
+    variable, language, names = _COMPILERS[device.type]
+    named = os.environ.get(variable)
+    if not any(shutil.which(name) for name in ([named] if named else names)):
+        looked_for = f"{named} of {variable}" if named else ", ".join(names)
+        raise RecipeError(
+            f"trainer.kernels compiled needs a {language} compiler, and none was found ({looked_for}); install one, or set trainer.kernels to "
+            "plain or fused"
+        )

@@ -1,6 +1,10 @@
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+from massl.config import RecipeError
 from massl.methods.massl import MaSSL, MaSSLHeadSettings, MaSSLSettings
 from massl.nn.backbone import BackboneSettings
 from massl.nn.memory import MemorySettings
@@ -46,3 +50,53 @@ def test_convolutions_on_a_gpu_keep_the_channels_of_a_pixel_together(device: tor
     torch.testing.assert_close(trained.student.backbone.pooled([images]), before, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(trained.student.backbone(images).pooled, before, rtol=1e-4, atol=1e-4)
     assert layouts == [expected] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own reading of a block's input
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224"])
+def test_compiled_networks_compute_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured and differentiated as torch.compile does it; its code generator, which takes a minute, is left out."""
+    inplace, compiled = nn.Module.compile, []
+
+    def capture_only(module: nn.Module, **options: Any) -> None:
+        compiled.append(type(module).__name__)
+        inplace(module, backend="aot_eager", fullgraph=True, **options)
+
+    monkeypatch.setattr(nn.Module, "compile", capture_only)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    images = torch.randn(2, 3, 16, 16) if name == "resnet18" else torch.randn(2, 3, 8, 8)
+    plain, trained = method(name), method(name)
+    choose_kernels(trained, wanted="compiled", bf16=False, float32_stream=False, cuda_graph=False, device=torch.device("cpu"))
+    assert compiled == {"resnet18": ["ResNet"] * 2, "vit_tiny_patch16_224": ["Block"] * 4}[name]
+    pooled = [each.student.backbone(images).pooled for each in (plain, trained)]
+    torch.testing.assert_close(pooled[1], pooled[0], rtol=1e-4, atol=1e-5)
+    for each in pooled:
+        each.square().sum().backward()
+    gradients = [
+        {key: value.grad for key, value in each.student.backbone.named_parameters() if value.grad is not None} for each in (plain, trained)
+    ]
+    assert gradients[1].keys() == gradients[0].keys()
+    for key, gradient in gradients[1].items():
+        torch.testing.assert_close(gradient, gradients[0][key], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("device", "variable", "told"),
+    [
+        (torch.device("cpu"), "CXX", r"a C\+\+ compiler, and none was found \(g\+\+, clang\+\+\)"),
+        (ON_GPU, "CC", r"a C compiler, and none was found \(gcc, clang, cc\)"),
+    ],
+)
+def test_compiled_networks_need_a_compiler(device: torch.device, variable: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose() -> None:
+        choose_kernels(method("resnet18"), wanted="compiled", bf16=True, float32_stream=False, cuda_graph=True, device=device)
+
+    monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(RecipeError, match=told):
+        choose()
+    monkeypatch.setenv(variable, "mine")
+    with pytest.raises(RecipeError, match=rf"\(mine of {variable}\); install one, or set trainer.kernels to plain or fused"):
+        choose()
+    monkeypatch.setattr("shutil.which", lambda name: "/opt/mine" if name == "mine" else None)
+    choose()

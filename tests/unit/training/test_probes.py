@@ -202,6 +202,13 @@ def test_features_along_a_single_direction_are_a_sign_of_collapse() -> None:
     assert "the features span a single direction (effective rank 1.00)" in sign
 
 
+def test_a_few_directions_are_one_too_few() -> None:
+    """Ranks of collapsed runs and of the least healthy one in docs/results/tiny-imagenet-100."""
+    assert general_collapse_signs({"effective_rank": 2.29}) == ["the features span hardly more than a single direction (effective rank 2.29)"]
+    assert general_collapse_signs({"effective_rank": 1.5}) == ["the features span hardly more than a single direction (effective rank 1.50)"]
+    assert general_collapse_signs({"effective_rank": 6.59}) == []
+
+
 class Sluggish(Still):
     def collapse_signs(self, metrics: Mapping[str, float]) -> list[str]:
         return ["one vector"] if metrics["spread"] == 0.0 else []
