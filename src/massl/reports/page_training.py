@@ -69,7 +69,10 @@ def summary_table(runs: Sequence[PageRun]) -> PageTable:
         footnotes=(
             "k-NN: the run's own probe; the best is chosen by what it shows, so it flatters. Minutes: training, times processes, probes "
             "not counted. Images/s: the median of all rows but the first.",
-            *(f"{name.removesuffix(', %')} is at equal cost: the last probe of each run until then." for name, _ in _at_equal_cost(runs)),
+            *(
+                f"{name.removesuffix(', %')} is at equal cost: the last probe of each run until then; –: none yet in training."
+                for name, _ in _at_equal_cost(runs)
+            ),
         ),
     )
 

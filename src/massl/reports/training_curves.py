@@ -91,8 +91,8 @@ class RunCurve:
         return max(self.knn, key=lambda point: point.knn_top1)
 
     def until(self, gpu_minutes: float) -> KnnPoint | None:
-        """The last probe that had cost no more; None where there is none, as in a run whose first rows are lost."""
-        return next((point for point in reversed(self.knn) if point.gpu_minutes <= gpu_minutes), None)
+        """The last probe of training that had cost no more; None where there was none yet but that of the untrained network."""
+        return next((point for point in reversed(self.knn) if 0 < point.gpu_minutes <= gpu_minutes), None)
 
     @property
     def gpu_minutes(self) -> float:

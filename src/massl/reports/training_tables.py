@@ -116,7 +116,8 @@ def comparison_table(curves: Sequence[RunCurve]) -> ResultsTable:
         lines.append(tuple(line))
     notes = [
         f"×: as a multiple of {base.label}, time by the image seen",
-        f"{at_equal_cost} is at equal cost: the last probe of each run until then, which was at the minutes in parentheses",
+        f"{at_equal_cost} is at equal cost: the last probe of each run until then, which was at the minutes in parentheses; "
+        f"{_UNKNOWN}: none yet in training",
     ]
     footnotes = (*(notes if has_ratios else ()), *cautions(curves))
     return ResultsTable(title=shared_by(curves), columns=tuple(columns), lines=tuple(lines), footnotes=footnotes)

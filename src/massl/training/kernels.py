@@ -61,6 +61,6 @@ def _require_compiler(device: torch.device) -> None:
     if not any(shutil.which(name) for name in ([named] if named else names)):
         looked_for = f"{named} of {variable}" if named else ", ".join(names)
         raise RecipeError(
-            f"trainer.kernels compiled needs a {language} compiler, and none was found ({looked_for}); install one, or set trainer.kernels to "
-            "plain or fused"
+            f"trainer.kernels compiled needs a {language} compiler, and none was found ({looked_for}); install one, or set "
+            "trainer.kernels to plain or fused"
         )

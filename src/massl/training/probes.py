@@ -176,7 +176,7 @@ def general_collapse_signs(metrics: dict[str, float]) -> list[str]:
     rank = metrics["effective_rank"]
     if rank >= _LOWEST_RANK:
         return []
-    return [f"the features span {'a single direction' if rank < 1.5 else 'hardly more than a single direction'} (effective rank {rank:.2f})"]
+    return [f"the features span {'' if rank < 1.5 else 'hardly more than '}a single direction (effective rank {rank:.2f})"]
 
 
 def _are_same(first: _Subset, second: _Subset) -> bool:

@@ -116,7 +116,7 @@ def test_the_command_shows_the_table_its_doubts_and_what_failed(tmp_path: Path, 
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", {"trainer.batch_size": 30}), tmp_path / "gone"]
     comparison = run_comparison(CompareSettings(runs=tuple(map(str, runs)), out=str(tmp_path / "my out")))
     shown = " ".join(capsys.readouterr().out.split())
-    assert "a massl 1/1 20.0 50.0 50.0 (1) 20.0 (0.00) 1.00 1.00" in shown
+    assert "a massl 1/1 20.0 50.0 50.0 (1) – 1.00 1.00" in shown
     assert "not at equal cost: trainer.batch_size is 60 (a), 30 (b)" in shown
     assert "failed: gone." in shown
     assert f"comparison: {tmp_path}/my out/comparison.md, .json, .png, .svg" in shown

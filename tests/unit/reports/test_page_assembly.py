@@ -107,7 +107,7 @@ def test_the_summary_has_a_line_a_run(make_run: MakeRun, rows: list[dict[str, fl
     at_equal_cost = "k-NN at 1.67 GPU min, %"
     assert table.columns == ("run", "k-NN last, %", "k-NN best, %", at_equal_cost, "method", "epochs", "GPU-minutes", "images/s", "state")
     assert texts[0] == ["a", "50.0", "55.0", "50.0", "massl", "2 of 2", "1.67", "15", "finished"]
-    assert texts[1] == ["b", "50.0", "55.0", "20.0", "dino", "2 of 4", "3.33", "15", "in progress or stopped"]
+    assert texts[1] == ["b", "50.0", "55.0", "–", "dino", "2 of 4", "3.33", "15", "in progress or stopped"]
     assert texts[2] == ["c", "–", "–", "–", "massl", "0 of 2", "–", "–", "no row yet"]
     assert [line.cells[0].run for line in table.lines] == [0, 1, 2]
     assert any("at equal cost" in note for note in table.footnotes)
