@@ -15,6 +15,7 @@ from matplotlib import pyplot as plt
 
 from massl.reports.public import public_tables
 
+LOWEST = 70  # percent: where the axis begins
 COLOURS = ("#0067b1", "#d45d00", "#009e73")
 
 
@@ -35,13 +36,14 @@ def main(table_name: str, picture: str, *runs: str) -> None:
     heights: list[float] = []
     for row in sorted(table.rows, key=lambda row: -(row.values[0] or 0.0)):
         accuracy = row.values[0]
-        if accuracy is None or accuracy < 78:
+        if accuracy is None or accuracy < LOWEST:
             continue
         axes.hlines(accuracy, 0, last_epoch, color="0.75", linewidth=0.8, zorder=0)
         height = min([accuracy, *(other - 0.58 for other in heights[-1:])])  # names that would overlap move down
         heights.append(height)
-        axes.text(last_epoch * 1.02, height, f"{row.method} {accuracy:.1f}", fontsize=7, color="0.3", va="center")
-    axes.set(xlabel="epoch", ylabel="k-NN accuracy, % (k = 200, T = 0.1)", ylim=(68, 89), xlim=(0, last_epoch * 1.2), title=table.title)
+        axes.plot([last_epoch, last_epoch * 1.03], [accuracy, height], color="0.75", linewidth=0.8, zorder=0)
+        axes.text(last_epoch * 1.035, height, f"{row.method} {accuracy:.1f}", fontsize=7, color="0.3", va="center")
+    axes.set(xlabel="epoch", ylabel="k-NN accuracy, % (k = 200, T = 0.1)", ylim=(LOWEST, 89), xlim=(0, last_epoch * 1.2), title=table.title)
     axes.set_xticks(range(0, last_epoch + 1, last_epoch // 8))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)

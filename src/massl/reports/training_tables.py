@@ -235,11 +235,18 @@ def shared_by(curves: Sequence[RunCurve]) -> str:
     def common(values: list[str]) -> list[str]:
         return values[:1] if len(set(values)) == 1 else []
 
-    parts = common([str(curve.settings["backbone.name"]) for curve in curves])
+    parts = common([_network(curve) for curve in curves])
     parts += common([f"on {curve.settings['data.source']}" for curve in curves])
     parts += common([f"batch {curve.batch_size}" for curve in curves])
     parts += common([f"{curve.num_processes} x {curve.device}" for curve in curves])
     return ", ".join(parts).replace(", on ", " on ", 1)
+
+
+def _network(curve: RunCurve) -> str:
+    """ "vit_small_patch16_224 (patches of 8 px, images of 64 px)": its name, and where it is not as its name says."""
+    sizes = {"patches": curve.settings.get("backbone.patch_size"), "images": curve.settings.get("backbone.image_size")}
+    other = ", ".join(f"{what} of {size} px" for what, size in sizes.items() if size is not None)
+    return f"{curve.settings['backbone.name']} ({other})" if other else str(curve.settings["backbone.name"])
 
 
 def _minutes_an_image(curve: RunCurve) -> float | None:

@@ -43,7 +43,7 @@ class TrainerSettings(Settings):
     kernels: Literal["fused", "compiled", "plain"] = Field(
         default="fused",
         description="fused: hand-written kernels for plain ViTs in bf16 on a GPU, plain elsewhere; compiled: torch.compile, which needs "
-        "a compiler and a minute at the start and makes ResNets on a GPU a third faster; plain: as timm computes",
+        "a compiler and a minute at the start and suits ResNets on a GPU; plain: as timm computes",
     )
     residual: Literal["bf16", "fp32"] = Field(
         default="bf16",

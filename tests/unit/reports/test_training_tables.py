@@ -19,6 +19,7 @@ from massl.reports.training_tables import (
     minutes_text,
     other_differences,
     paper_time_table,
+    shared_by,
 )
 
 Rows = list[dict[str, float]]
@@ -64,6 +65,21 @@ def test_a_line_says_what_was_learnt_and_what_it_cost(curve_of: Callable[..., Ru
         "k-NN at 1.67 GPU min is at equal cost: the last probe of each run until then, which was at the minutes in parentheses; "
         "–: none yet in training",
     )
+
+
+def test_the_title_says_in_what_a_network_is_not_as_its_name_says(curve_of: Callable[..., RunCurve]) -> None:
+    small = curve_of("small", {"backbone.patch_size": 8, "backbone.image_size": 64})
+    assert shared_by([small]).startswith("vit_tiny_patch16_224 (patches of 8 px, images of 64 px) on photos")
+    assert shared_by([curve_of("images", {"backbone.image_size": 32})]).startswith("vit_tiny_patch16_224 (images of 32 px) on photos")
+    assert shared_by([small, curve_of("as named")]).startswith("on photos")
+
+
+def test_local_views_are_not_told_of_runs_without_any(curve_of: Callable[..., RunCurve]) -> None:
+    sizes = {"none": (0, 96), "some": (4, 32), "other": (4, 14)}
+    none, some, other = (curve_of(name, {"views.num_local": count, "views.local_size": size}) for name, (count, size) in sizes.items())
+    assert "views.local_size" not in differing_settings([none, some])
+    assert differing_settings([none, some, other])["views.local_size"] == {"some": 32, "other": 14}
+    assert "views.local_size" not in " ".join(cautions([none, some]))
 
 
 def test_runs_of_unequal_length_are_told_at_the_minutes_all_of_them_had(curve_of: Callable[..., RunCurve], rows: Rows) -> None:
