@@ -87,12 +87,16 @@ def test_the_recipes_for_imagenet_hold_the_authors_values(
         assert (method.masks.ratios, method.masks.ratio_variances) == ((0.0, 0.3), (0.0, 0.2))
 
 
-@pytest.mark.parametrize("size", ["cifar", "tiny"])
+@pytest.mark.parametrize(("size", "num_local_of_massl"), [("cifar", 6), ("tiny", 0), ("imagenette", 0)])
 @pytest.mark.parametrize("method", ["dino", "ibot"])
-def test_the_recipes_for_small_images_differ_from_those_of_massl_in_the_method_alone(method: str, size: str) -> None:
+def test_the_recipes_for_small_images_differ_from_those_of_massl_in_the_method_and_local_views(
+    method: str, size: str, num_local_of_massl: int
+) -> None:
     recipe, reference = load_recipe(f"{method}-{size}"), load_recipe(f"massl-{size}")
     assert recipe.method.name == method
-    assert recipe.model_copy(update={"method": reference.method}) == reference
+    assert (recipe.views.num_local, reference.views.num_local) == (6, num_local_of_massl)
+    views = recipe.views.model_copy(update={"num_local": num_local_of_massl})
+    assert recipe.model_copy(update={"method": reference.method, "views": views}) == reference
 
 
 def test_a_setting_given_alone_leaves_the_others_at_the_methods_own_values() -> None:
