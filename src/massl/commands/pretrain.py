@@ -184,10 +184,11 @@ def _announce(
     """Derived values, said once: nothing hides behind a default."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     views = recipe.views
+    local_views = f" + {views.num_local} x {views.local_size} px" if views.num_local else ""
     console.print(
         f"{recipe.method.name} on {recipe.data.source}: {num_images:,} images, {schedules.steps_per_epoch} steps an epoch, "
         f"{schedules.num_steps:,} steps\n"
-        f"{recipe.backbone.name}, {views.num_global} x {views.global_size} px + {views.num_local} x {views.local_size} px views, "
+        f"{recipe.backbone.name}, {views.num_global} x {views.global_size} px{local_views} views, "
         f"batch {recipe.trainer.batch_size}, peak learning rate {recipe.optimizer.peak_learning_rate(recipe.trainer.batch_size):.3g}, "
         f"{recipe.trainer.precision}, {distributed.world_size()} x {name}\n"
         f"kernels: {kernels.networks}; CUDA graph: {'yes' if kernels.cuda_graph else 'no'}",
