@@ -80,6 +80,17 @@ def test_options_of_figures_reach_them(run: Path, tmp_path: Path, massl_here: Ma
     assert asked["device"] == "cuda"
 
 
+def test_a_large_page_says_how_it_gets_smaller(
+    copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_LARGE_MIB", 0.001)
+    answer = massl_here("report", copy_of("a"), "--output", tmp_path / "a.html", "--no-figures")
+    assert "a large page: fewer runs make it smaller, or --no-figures" in answer.text
+    page_of(answer)
+    monkeypatch.undo()
+    assert "a large page" not in massl_here("report", copy_of("b"), "--output", tmp_path / "b.html", "--no-figures").text
+
+
 def test_data_that_are_gone_cost_the_pictures_but_not_the_page(run: Path, tmp_path: Path, massl_here: Massl) -> None:
     page = page_of(massl_here("report", run, "--output", tmp_path / "r.html", "--data", tmp_path / "gone.npz", "--device", "cpu"))
     assert '<section id="summary"' in page

@@ -30,6 +30,8 @@ from massl.reports.public_data import require_known
 from massl.reports.tables import transfer_averages
 from massl.reports.training_curves import distinct_labels
 
+_LARGE_MIB = 10  # more is slow on a telephone and too much for many mail boxes
+
 
 class ReportSettings(Settings):
     """What goes into the page, and where the page goes."""
@@ -91,7 +93,10 @@ def run_report(folders: Sequence[str], settings: ReportSettings) -> Report:
     page = report_page(runs, sections, title=_title(runs, ablations), created=datetime.now(UTC))
     encoded = page.encode("utf-8", errors="backslashreplace")  # names of files need not be UTF-8
     write_page(file, encoded)
-    say(console, f"{len(encoded) / 2**20:.1f} MiB")
+    mebibytes = len(encoded) / 2**20
+    say(console, f"{mebibytes:.1f} MiB")
+    if mebibytes > _LARGE_MIB:
+        say(console, "a large page: fewer runs make it smaller, or --no-figures", style="yellow")
     return Report(file=file, runs=tuple(runs), num_ablations=len(ablations))
 
 
