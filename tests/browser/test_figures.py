@@ -216,6 +216,16 @@ def test_nothing_is_wider_than_a_phone_and_sheets_scroll_in_their_box(browser: A
     assert browser.run("const box = document.querySelector('#neighbours .fig-box'); return box.scrollWidth > box.clientWidth")
 
 
+@pytest.mark.parametrize("width", [360, 600, 768, 840, 900, 1024, 1280])
+def test_words_beside_the_map_have_room_at_every_width(browser: Any, page: Path, width: int) -> None:
+    """At 900 px they once stood a letter to the line."""
+    browser.open(page, width=width)
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    assert browser.run("return document.querySelector('.fig-said').getBoundingClientRect().width") > 110
+    labels = browser.run("return [...document.querySelectorAll('.fig-legend span')].map((label) => label.getBoundingClientRect().height)")
+    assert max(height for height in labels if height) < 45  # two lines at most
+
+
 def test_paper_shows_the_maps_of_all_runs_without_what_needs_a_pointer(opened: Any) -> None:
     opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     try:

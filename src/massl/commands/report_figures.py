@@ -168,12 +168,12 @@ def _draw_neighbours(subject: FigureSubject, sprite_bytes: int) -> _Drawn:
 
 def _neighbour(uri: str, name: str, similarity: float, *, is_right: bool | None) -> PagePicture:
     if is_right is None:
-        return PagePicture(uri=uri, alt=f"{name}, similarity {similarity:.2f}", captions=(name, f"{similarity:.2f}"))
+        return PagePicture(uri=uri, alt=f"{name}, similarity {similarity:.3f}", captions=(name, f"{similarity:.3f}"))
     sign, verdict = ("✓", "same class") if is_right else ("✗", "another class")
     return PagePicture(
         uri=uri,
-        alt=f"{name}, {verdict}, similarity {similarity:.2f}",
-        captions=(f"{sign} {name}", f"{similarity:.2f}"),
+        alt=f"{name}, {verdict}, similarity {similarity:.3f}",
+        captions=(f"{sign} {name}", f"{similarity:.3f}"),
         mark="right" if is_right else "wrong",
     )
 
