@@ -202,7 +202,8 @@ def test_a_source_that_cannot_be_sent_is_refused_with_advice(photographs: Path, 
 
 # As a user writes it, without `if __name__ == "__main__"`. The package is replaced by an empty one, which saves three seconds of imports.
 SCRIPT = """
-    import sys, time, types
+    import signal, sys, time, types
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     print("script runs", flush=True)
     massl = types.ModuleType("massl")
     massl.__path__ = [sys.argv[1]]
@@ -216,6 +217,7 @@ SCRIPT = """
     try:
         print(*(worker.process.pid for worker in loader._processes._workers), flush=True)
         time.sleep(60)
+        sys.exit("not interrupted")
     except KeyboardInterrupt:
         loader.at(1)
         print("interrupted", flush=True)
