@@ -166,6 +166,7 @@ def _poll(pid: int) -> int | None:
 def serve() -> None:
     """Answer jobs until stdin ends."""
     assert threading.active_count() == 1
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     print(json.dumps({"ready": True}), flush=True)
     while line := sys.stdin.readline():
         request = json.loads(line)
