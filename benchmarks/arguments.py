@@ -19,11 +19,17 @@ def views_argument(text: str) -> str:
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--views", default=PAPER_VIEWS, type=views_argument, help="number x pixels of global + local views")
+    parser.add_argument(
+        "--views", default=PAPER_VIEWS, type=views_argument, help="number x pixels of global + local views"
+    )
     parser.add_argument("--rows", default=PAPER_ROWS, type=int, help="K: rows of the memory")
     parser.add_argument("--block", default=PAPER_BLOCK, type=int, help="N_b: rows per block")
-    parser.add_argument("--kernels", nargs="+", default=["fused"], choices=KERNELS, help="how the networks are computed")
-    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="record the step as CUDA graphs (GPU)")
+    parser.add_argument(
+        "--kernels", nargs="+", default=["fused"], choices=KERNELS, help="how the networks are computed"
+    )
+    parser.add_argument(
+        "--graph", action=argparse.BooleanOptionalAction, default=True, help="record the step as CUDA graphs (GPU)"
+    )
     parser.add_argument("--drop-path", default=0.1, type=float, help="stochastic depth of the student")
 
 

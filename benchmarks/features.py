@@ -2,8 +2,8 @@
 
     python benchmarks/features.py
 
-The share of the card counts the network's forward arithmetic, all tokens through all blocks. The 16-bit features are compared with the
-float32 ones of the same images: the program fails if a cosine falls below 0.999.
+The share of the card counts the network's forward arithmetic, all tokens through all blocks. The 16-bit features are
+compared with the float32 ones of the same images: the program fails if a cosine falls below 0.999.
 """
 
 import argparse
@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser.add_argument("--model", default="vit_small_patch16_224", help="a timm vision transformer")
     parser.add_argument("--batch", default=[1024], nargs="+", type=int, help="images at once")
     parser.add_argument("--size", default=224, type=int, help="side of a view in pixels")
-    parser.add_argument("--stored", default=[375, 500], nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="size of stored images")
+    parser.add_argument(
+        "--stored", default=[375, 500], nargs=2, type=int, metavar=("HEIGHT", "WIDTH"), help="size of stored images"
+    )
     parser.add_argument("--feature", default=["cls", "cls_last4", "cls_mean"], nargs="+")
     parser.add_argument("--float32-batch", default=256, type=int, help="images at once in float32")
     add_repetition_arguments(parser, num_warmup=5, num_timed=20)
@@ -34,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     backbone = ours.evaluated_backbone(chosen.model, device=device)
     check_agreement(backbone, chosen, device)
     rate = matrix_rate(device)
-    cases = [measure(backbone, chosen, feature, batch, "bf16", rate, device) for feature in chosen.feature for batch in chosen.batch]
+    cases = [
+        measure(backbone, chosen, feature, batch, "bf16", rate, device)
+        for feature in chosen.feature
+        for batch in chosen.batch
+    ]
     cases.append(measure(backbone, chosen, chosen.feature[0], chosen.batch[0], "bf16", rate, device, from_pixels=True))
     cases.append(measure(backbone, chosen, chosen.feature[0], chosen.float32_batch, "fp32", rate, device))
     print_table(cases, extra_columns=["percent_of_matrix_rate", "percent_of_matrix_rate_needed"])
@@ -42,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
 
 
 def check_agreement(backbone: ours.Backbone, chosen: argparse.Namespace, device: torch.device) -> None:
-    views = torch.randn(64, 3, chosen.size, chosen.size, device=device, generator=torch.Generator(device).manual_seed(1))
+    views = torch.randn(
+        64, 3, chosen.size, chosen.size, device=device, generator=torch.Generator(device).manual_seed(1)
+    )
     for feature in chosen.feature:
         exact, fast = (ours.features(backbone, views, feature, precision) for precision in ("fp32", "bf16"))
         lowest = float(cosine_similarity(exact, fast, dim=1).min())
@@ -63,8 +71,12 @@ def measure(
     from_pixels: bool = False,
 ) -> Case:
     free_memory()
-    views = torch.randn(batch, 3, chosen.size, chosen.size, device=device, generator=torch.Generator(device).manual_seed(0))
-    stored = ours.stored_images(batch if from_pixels else 1, height=chosen.stored[0], width=chosen.stored[1], device=device)
+    views = torch.randn(
+        batch, 3, chosen.size, chosen.size, device=device, generator=torch.Generator(device).manual_seed(0)
+    )
+    stored = ours.stored_images(
+        batch if from_pixels else 1, height=chosen.stored[0], width=chosen.stored[1], device=device
+    )
 
     def step(_: int) -> None:
         seen = ours.centre_views(stored, size=chosen.size) if from_pixels else views
@@ -72,7 +84,11 @@ def measure(
 
     timing = timed_steps(step, num_warmup=chosen.warmup, num_timed=chosen.timed, device=device)
     label = f"{chosen.model} {feature} {precision} N={batch}{' from stored pixels' if from_pixels else ''}"
-    return emit(timing.case(label, num_images=batch, extras=shares(chosen, batch, timing.median_milliseconds, rate), steady_memory=True))
+    return emit(
+        timing.case(
+            label, num_images=batch, extras=shares(chosen, batch, timing.median_milliseconds, rate), steady_memory=True
+        )
+    )
 
 
 def shares(chosen: argparse.Namespace, batch: int, milliseconds: float, rate: float) -> dict[str, float | str | None]:

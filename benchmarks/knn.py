@@ -2,8 +2,8 @@
 
     python benchmarks/knn.py
 
-Random unit rows. A few queries are checked against all similarities in float64: the program fails if a found neighbour is not as similar as
-said, or a truly near one is missed by more than rounding explains.
+Random unit rows. A few queries are checked against all similarities in float64: the program fails if a found neighbour
+is not as similar as said, or a truly near one is missed by more than rounding explains.
 """
 
 import argparse
@@ -46,16 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     return [case]
 
 
-def check(queries: Tensor, database: Tensor, similarities: Tensor, rows: Tensor) -> dict[str, float]:  # [C, D], [M, D], [C, k], [C, k]
+# [C, D], [M, D], [C, k], [C, k]
+def check(queries: Tensor, database: Tensor, similarities: Tensor, rows: Tensor) -> dict[str, float]:
     """Share of the true neighbours found, and how far the similarities are off; ends the program when they are wrong."""
-    truth = torch.cat([queries.double() @ chunk.double().T for chunk in torch.split(database, _CHUNK_ROWS)], dim=1)  # [C, M]
+    # [C, M]
+    truth = torch.cat([queries.double() @ chunk.double().T for chunk in torch.split(database, _CHUNK_ROWS)], dim=1)
     best = torch.topk(truth, rows.shape[1], dim=1)
     off = float((truth.gather(1, rows) - similarities.double()).abs().max())
-    missed = float((best.values[:, -1:] - truth.gather(1, rows)).max())  # how much a returned row is worse than the k-th best
+    # how much a returned row is worse than the k-th best
+    missed = float((best.values[:, -1:] - truth.gather(1, rows)).max())
     is_found = (rows[:, :, None] == best.indices[:, None, :]).any(dim=1)
     has_twins = bool((rows.sort(dim=1).values.diff(dim=1) == 0).any())
     if off > TOLERANCE or missed > TOLERANCE or has_twins:
-        raise SystemExit(f"wrong neighbours: similarities off by {off:.2g}, worse than the k-th by {missed:.2g}, a row twice: {has_twins}")
+        raise SystemExit(
+            f"wrong neighbours: similarities off by {off:.2g}, worse than the k-th by {missed:.2g}, a row twice: {has_twins}"
+        )
     return {"recall": round(float(is_found.double().mean()), 5), "largest_error": float(f"{off:.2g}")}
 
 

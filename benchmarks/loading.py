@@ -2,8 +2,9 @@
 
     python benchmarks/loading.py --images FOLDER_OR_TAR --files 20000 --batch 256
 
-Four measurements in one run: the loader alone; loader and views; the step alone on synthetic views; all together, as the trainer does it.
-The last over the third is the result. Times are means over all timed steps, not medians: with images read ahead, a rare long wait counts.
+Four measurements in one run: the loader alone; loader and views; the step alone on synthetic views; all together, as
+the trainer does it. The last over the third is the result. Times are means over all timed steps, not medians: with
+images read ahead, a rare long wait counts.
 """
 
 import argparse
@@ -26,9 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser = argparse.ArgumentParser(description="From JPEG files on disk to updated weights.")
     parser.add_argument("--images", required=True, type=Path, help="a folder or a tar of JPEG files")
     parser.add_argument("--files", default=20_000, type=int, help="copies are made of them up to this number")
-    parser.add_argument("--scratch", default=None, type=Path, help="where the copies go for the time of the run; default: the system's")
+    parser.add_argument(
+        "--scratch", default=None, type=Path, help="where the copies go for the time of the run; default: the system's"
+    )
     parser.add_argument("--workers", default=16, type=int, help="threads or processes that read and decode")
-    parser.add_argument("--worker-kind", default="processes", choices=ours.WORKER_KINDS, help="threads serve the GPU decoder")
+    parser.add_argument(
+        "--worker-kind", default="processes", choices=ours.WORKER_KINDS, help="threads serve the GPU decoder"
+    )
     parser.add_argument("--decoder", default="cpu", choices=ours.DECODERS, help="what decodes plain JPEGs")
     parser.add_argument("--model", default="vit_small_patch16_224", help="a timm model name")
     parser.add_argument("--batch", default=128, type=int, help="images per step")
@@ -45,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     cases = []
     with tempfile.TemporaryDirectory(prefix="massl-loading-", dir=chosen.scratch) as folder:
         num_bytes = replicate(images, Path(folder), num_files=chosen.files)
-        remark(f"# {chosen.files} files of {num_bytes / chosen.files / 1e3:.0f} kB, written just now: the page cache may hold them")
+        remark(
+            f"# {chosen.files} files of {num_bytes / chosen.files / 1e3:.0f} kB, written just now: the page cache may hold them"
+        )
         for kernels in chosen.kernels:
             cases += measure_all(Path(folder), chosen, kernels)
             free_memory()

@@ -1,11 +1,13 @@
-"""The memory loss alone, forward and backward with the drawing of its blocks: massl's against the published formulation.
+"""The memory loss alone, forward and backward with the drawing of its blocks: massl's against the published
+formulation.
 
     python benchmarks/loss.py --batch 64 128
 
-The published formulation is written here from its formula: all logits of all views against the whole memory, a random permutation of
-their columns, blocks of N_b, and one cross-entropy per pair of different views, each with its own softmax and log-softmax, under float16
-autocast. Where the authors' code draws the permutation on the host and copies the memory, this does neither, in its favour.
-Memory is what a step needs beyond its inputs: peak minus what was allocated before.
+The published formulation is written here from its formula: all logits of all views against the whole memory, a random
+permutation of their columns, blocks of N_b, and one cross-entropy per pair of different views, each with its own
+softmax and log-softmax, under float16 autocast. Where the authors' code draws the permutation on the host and copies
+the memory, this does neither, in its favour. Memory is what a step needs beyond its inputs: peak minus what was
+allocated before.
 """
 
 import argparse
@@ -30,7 +32,8 @@ from measure import (
 from torch import Tensor
 
 
-def published_loss(student: Tensor, teacher: Tensor, memory: Tensor, block_size: int) -> Tensor:  # [V, N, D], [T, N, D], [D, K] -> []
+# [V, N, D], [T, N, D], [D, K] -> []
+def published_loss(student: Tensor, teacher: Tensor, memory: Tensor, block_size: int) -> Tensor:
     """Mean over pairs of views, samples and blocks of cross-entropy(softmax(teacher logits), softmax(student logits))."""
     num_blocks = memory.shape[1] // block_size
     columns = torch.randperm(memory.shape[1], device=memory.device)[: num_blocks * block_size]
@@ -95,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser.add_argument("--batch", nargs="+", default=[64, 128], type=int, help="images per step")
     parser.add_argument("--formulations", nargs="+", default=["published", "massl"], choices=FORMULATIONS)
     parser.add_argument("--rows", nargs="+", default=[PAPER_ROWS], type=int, help="K, for both formulations")
-    parser.add_argument("--massl-rows", nargs="*", default=[262_144, 1_048_576], type=int, help="further K, for massl alone")
+    parser.add_argument(
+        "--massl-rows", nargs="*", default=[262_144, 1_048_576], type=int, help="further K, for massl alone"
+    )
     parser.add_argument("--block", default=PAPER_BLOCK, type=int, help="N_b: rows per block")
     parser.add_argument("--num-views", default=12, type=int, help="student views; the first two are the teacher's too")
     parser.add_argument("--dim", default=256, type=int, help="dimension of the embeddings")

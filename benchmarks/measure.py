@@ -1,6 +1,7 @@
 """What all benchmarks share: timing of steps, peak memory, the card's matrix rate, and how results are printed.
 
-Standard output carries one JSON line per case and nothing else; the environment, remarks and the final table go to standard error.
+Standard output carries one JSON line per case and nothing else; the environment, remarks and the final table go to
+standard error.
 """
 
 import contextlib
@@ -69,7 +70,9 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """The larger of both peaks: replaying a CUDA graph allocates nothing, so its needs show during capture, in the warm-up."""
+        """The larger of both peaks: replaying a CUDA graph allocates nothing, so its needs show during capture, in the
+        warm-up.
+        """
         return max(self.warmup_peak, self.steady_peak)
 
     def as_extras(self) -> dict[str, float]:
@@ -88,9 +91,16 @@ class Timing:
     memory: Memory | None  # None on the CPU
 
     def case(
-        self, name: str, *, num_images: int, extras: Mapping[str, float | str | None] | None = None, steady_memory: bool = False
+        self,
+        name: str,
+        *,
+        num_images: int,
+        extras: Mapping[str, float | str | None] | None = None,
+        steady_memory: bool = False,
     ) -> Case:
-        """A case by the median. `steady_memory` leaves the warm-up's peak out, for code that is known to capture no CUDA graph."""
+        """A case by the median. `steady_memory` leaves the warm-up's peak out, for code that is known to capture no
+        CUDA graph.
+        """
         memory = self.memory
         return Case(
             case=name,
@@ -106,7 +116,9 @@ class Timing:
 
 
 class StepWatch:
-    """Times steps from outside: create, warm up, `end_warmup()`, then `mark()` before the first timed step and after each."""
+    """Times steps from outside: create, warm up, `end_warmup()`, then `mark()` before the first timed step and after
+    each.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -141,7 +153,9 @@ class StepWatch:
             pairs = zip(self._events, self._events[1:], strict=False)
             intervals = [before.elapsed_time(after) for before, after in pairs]
         else:
-            intervals = [1e3 * (after - before) for before, after in zip(self._seconds, self._seconds[1:], strict=False)]
+            intervals = [
+                1e3 * (after - before) for before, after in zip(self._seconds, self._seconds[1:], strict=False)
+            ]
         return Timing(
             median_milliseconds=statistics.median(intervals),
             mean_milliseconds=statistics.fmean(intervals),
@@ -181,7 +195,9 @@ def matrix_rate(device: torch.device) -> float:
     left, right = (torch.randn(size, size, device=device, generator=generator).bfloat16() for _ in range(2))
     product = torch.empty_like(left)
     num_warmup, num_timed = (20, 50) if device.type == "cuda" else (1, 3)
-    timing = timed_steps(lambda _: torch.mm(left, right, out=product), num_warmup=num_warmup, num_timed=num_timed, device=device)
+    timing = timed_steps(
+        lambda _: torch.mm(left, right, out=product), num_warmup=num_warmup, num_timed=num_timed, device=device
+    )
     return 2.0 * size**3 / (timing.median_milliseconds * 1e9)
 
 
@@ -228,7 +244,10 @@ def print_table(cases: Sequence[Case], *, extra_columns: Sequence[str] = ()) -> 
     widths = [max(len(row[position]) for row in rows) for position in range(len(columns))]
     remark("")
     for row in rows:
-        padded = [row[0].ljust(widths[0]), *[cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]]
+        padded = [
+            row[0].ljust(widths[0]),
+            *[cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)],
+        ]
         remark("  ".join(padded).rstrip())
 
 

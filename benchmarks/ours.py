@@ -12,25 +12,25 @@ from shapes import ViewShapes
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from massl.commands.methods import METHODS, SETTINGS
-from massl.data.evaluation_views import CentreView
-from massl.data.gpu_decode import jpeg_decoder
-from massl.data.loader import ImageBatch, Loader
+from massl.data.evaluation.views import CentreView
+from massl.data.loading.gpu_decode import jpeg_decoder
+from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.order import EpochOrder
 from massl.data.sources import open_source
 from massl.data.views import ViewBatch, ViewSettings
-from massl.evaluations.readers import read_feature
+from massl.evaluations.named_features import read_feature
+from massl.methods import METHODS, SETTINGS
 from massl.methods.base import MethodSettings
 from massl.methods.massl import MaSSLSettings
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.memory import MemoryBank, MemorySettings
 from massl.ops.image_ops import RaggedImages, normalise
-from massl.ops.kmeans import spherical_kmeans
-from massl.ops.linear_heads import matrix_products, new_heads, sgd_step_
 from massl.ops.memory_attention import memory_loss
-from massl.ops.neighbours import cosine_topk
+from massl.ops.scoring.kmeans import spherical_kmeans
+from massl.ops.scoring.linear_heads import matrix_products, new_heads, sgd_step_
+from massl.ops.scoring.neighbours import cosine_topk
 from massl.training.environment import describe_environment
-from massl.training.optimizer import OptimizerSettings
+from massl.training.optimizers import OptimizerSettings
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.trainer import Trainer, TrainerSettings
@@ -63,12 +63,16 @@ class StepSpec:
 
 
 class Training:
-    """A real trainer whose steps are asked for one by one; its own loop, with logs, probes and checkpoints, does not run."""
+    """A real trainer whose steps are asked for one by one; its own loop, with logs, probes and checkpoints, does not
+    run.
+    """
 
     def __init__(self, spec: StepSpec) -> None:
         shapes = spec.views
         local_size = {"local_size": shapes.local_size} if shapes.num_local else {}
-        views = ViewSettings(num_global=shapes.num_global, global_size=shapes.global_size, num_local=shapes.num_local, **local_size)
+        views = ViewSettings(
+            num_global=shapes.num_global, global_size=shapes.global_size, num_local=shapes.num_local, **local_size
+        )
         settings = TrainerSettings.model_validate(
             {
                 "batch_size": spec.batch_size,
@@ -78,7 +82,9 @@ class Training:
             }
         )
         method_settings = _method_settings(spec)
-        method = METHODS[spec.method](method_settings, BackboneSettings(name=spec.model, drop_path_rate=spec.drop_path), seed=_SEED)
+        method = METHODS[spec.method](
+            method_settings, BackboneSettings(name=spec.model, drop_path_rate=spec.drop_path), seed=_SEED
+        )
         # So long that no schedule ends: rates and temperatures are those of an early step of a real run.
         self._schedules = Schedules(
             optimizer=OptimizerSettings(),
@@ -124,14 +130,18 @@ def _method_settings(spec: StepSpec) -> MethodSettings:
     if spec.method == "massl":
         return MaSSLSettings(memory=MemorySettings(num_rows=spec.num_rows, block_size=spec.block_size))
     settings: type[MethodSettings] = SETTINGS[spec.method]
-    return settings.model_validate({"prototypes": {"num_prototypes": spec.num_rows}} if "prototypes" in settings.model_fields else {})
+    return settings.model_validate(
+        {"prototypes": {"num_prototypes": spec.num_rows}} if "prototypes" in settings.model_fields else {}
+    )
 
 
 _NO_LOADER: Any = None  # only the trainer's own loop asks its loader
 
 
 def synthetic_views(spec: StepSpec) -> ViewBatch:
-    """Random normal pixels, as normalised views have; zeros would let the card clock higher. Their type is that of the trainer's views."""
+    """Random normal pixels, as normalised views have; zeros would let the card clock higher. Their type is that of the
+    trainer's views.
+    """
     generator = torch.Generator(spec.device).manual_seed(_SEED)
     dtype = torch.bfloat16 if spec.device.type == "cuda" else torch.float32
 
@@ -170,7 +180,8 @@ def unit_rows(*shape: int, device: torch.device, seed: int) -> Tensor:
     return normalize(torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(seed)), dim=-1)
 
 
-def nearest(queries: Tensor, database: Tensor, num_neighbours: int) -> tuple[Tensor, Tensor]:  # [Q, D], [M, D] -> [Q, k], [Q, k]
+# [Q, D], [M, D] -> [Q, k], [Q, k]
+def nearest(queries: Tensor, database: Tensor, num_neighbours: int) -> tuple[Tensor, Tensor]:
     return cosine_topk(queries, database, num_neighbours=num_neighbours)
 
 
@@ -217,10 +228,15 @@ def open_loader(
 def environment(device: torch.device) -> dict[str, object]:
     """Card, versions and commit."""
     found = describe_environment(device)
-    return {"device": found["device"], "torch": torch.__version__, "python": found["python"], "massl commit": found["massl_commit"]}
+    return {
+        "device": found["device"],
+        "torch": torch.__version__,
+        "python": found["python"],
+        "massl commit": found["massl_commit"],
+    }
 
 
-# ---- evaluations -----------------------------------------------------------------------------------------------------------------------
+# ---- evaluations -----------------------------------------------------------------------------------------------------
 
 
 def evaluated_backbone(model: str, *, device: torch.device) -> Backbone:
@@ -232,7 +248,8 @@ def evaluated_backbone(model: str, *, device: torch.device) -> Backbone:
     return backbone.to(device)
 
 
-def features(backbone: Backbone, views: Tensor, feature: str, precision: Literal["fp32", "bf16"]) -> Tensor:  # [B, 3, H, W] -> [B, D]
+# [B, 3, H, W] -> [B, D]
+def features(backbone: Backbone, views: Tensor, feature: str, precision: Literal["fp32", "bf16"]) -> Tensor:
     with torch.inference_mode():
         return read_feature(backbone, views, feature, precision=precision)
 
@@ -253,9 +270,13 @@ def stored_images(num_images: int, *, height: int, width: int, device: torch.dev
     )
 
 
-def probe_step(num_heads: int, *, num_classes: int, dim: int, allow_tf32: bool, device: torch.device) -> Callable[[Tensor, Tensor], None]:
+def probe_step(
+    num_heads: int, *, num_classes: int, dim: int, allow_tf32: bool, device: torch.device
+) -> Callable[[Tensor, Tensor], None]:
     """One SGD step of `num_heads` linear classifiers on a batch of features and labels."""
-    heads = new_heads(0.01 * torch.randn(num_heads, num_classes, dim, generator=torch.Generator().manual_seed(_SEED)).to(device))
+    heads = new_heads(
+        0.01 * torch.randn(num_heads, num_classes, dim, generator=torch.Generator().manual_seed(_SEED)).to(device)
+    )
     rates = torch.logspace(-4, 0, num_heads, device=device)
 
     def step(rows: Tensor, labels: Tensor) -> None:
@@ -268,5 +289,9 @@ def probe_step(num_heads: int, *, num_classes: int, dim: int, allow_tf32: bool, 
 def clusters(rows: Tensor, *, num_clusters: int, num_iterations: int, num_restarts: int) -> float:
     """k-means; the objective it reaches."""
     return spherical_kmeans(
-        rows, num_clusters=num_clusters, num_iterations=num_iterations, num_restarts=num_restarts, key=("benchmark", _SEED)
+        rows,
+        num_clusters=num_clusters,
+        num_iterations=num_iterations,
+        num_restarts=num_restarts,
+        key=("benchmark", _SEED),
     ).objectives[-1]

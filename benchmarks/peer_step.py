@@ -2,12 +2,13 @@
 
     python benchmarks/peer_step.py massl --checkout PATH --model vit_small --batch 128
 
-Nothing of a peer is copied or changed. Its own `train_one_epoch` runs, with its own modules, on a loader of ours that hands out the same
-synthetic views again and again and marks the time whenever the next batch is asked for. So everything it does in a step is in the time: the
-host's waiting for the loss and for each gradient norm, the all-reduce of a group of one, `torch.cuda.synchronize()`, its printing every few
-steps. Settings are those of the peers' published commands, with the sizes of the comparison. Three things are left out, in the peer's
-favour: histograms for TensorBoard every 50 steps (MaSSL), the first epoch's frozen last layer is over (DINO, iBOT), as in 99 of 100, and
-the drawing of masks, which happens in the data loader (iBOT).
+Nothing of a peer is copied or changed. Its own `train_one_epoch` runs, with its own modules, on a loader of ours that
+hands out the same synthetic views again and again and marks the time whenever the next batch is asked for. So
+everything it does in a step is in the time: the host's waiting for the loss and for each gradient norm, the all-reduce
+of a group of one, `torch.cuda.synchronize()`, its printing every few steps. Settings are those of the peers' published
+commands, with the sizes of the comparison. Three things are left out, in the peer's favour: histograms for TensorBoard
+every 50 steps (MaSSL), the first epoch's frozen last layer is over (DINO, iBOT), as in 99 of 100, and the drawing of
+masks, which happens in the data loader (iBOT).
 """
 
 import argparse
@@ -36,7 +37,9 @@ _PATCH_SIZE, _CLIP_NORM = 16, 3.0
 class SyntheticLoader:
     """A data loader to the peer, a stopwatch to us."""
 
-    def __init__(self, views: list[Tensor], masks: list[Tensor], watch: StepWatch, *, num_warmup: int, num_timed: int) -> None:
+    def __init__(
+        self, views: list[Tensor], masks: list[Tensor], watch: StepWatch, *, num_warmup: int, num_timed: int
+    ) -> None:
         self._views, self._masks, self._watch = views, masks, watch
         self._num_warmup, self._num_steps = num_warmup, num_warmup + num_timed
 
@@ -68,7 +71,9 @@ def train_massl(program: ModuleType, chosen: argparse.Namespace, loader: Synthet
     )
 
     def network(drop_path_rate: float) -> nn.Module:
-        backbone = getattr(program.models, chosen.model)(patch_size=_PATCH_SIZE, drop_path_rate=drop_path_rate, return_all_tokens=False)
+        backbone = getattr(program.models, chosen.model)(
+            patch_size=_PATCH_SIZE, drop_path_rate=drop_path_rate, return_all_tokens=False
+        )
         head = program.ProjectionHead(in_dim=backbone.embed_dim, use_bn=False, bottleneck_dim=256)
         wrapped: nn.Module = utils.MultiCropWrapper(backbone, head)
         return wrapped.cuda()
@@ -107,7 +112,9 @@ def train_dino(program: ModuleType, chosen: argparse.Namespace, loader: Syntheti
 
     def network(drop_path_rate: float) -> nn.Module:
         backbone = getattr(program.vits, chosen.model)(patch_size=_PATCH_SIZE, drop_path_rate=drop_path_rate)
-        wrapped: nn.Module = utils.MultiCropWrapper(backbone, program.DINOHead(backbone.embed_dim, chosen.rows, use_bn=False))
+        wrapped: nn.Module = utils.MultiCropWrapper(
+            backbone, program.DINOHead(backbone.embed_dim, chosen.rows, use_bn=False)
+        )
         return wrapped.cuda()
 
     student, teacher = pair(network(chosen.drop_path), network(0.0))
@@ -136,7 +143,11 @@ def train_ibot(program: ModuleType, chosen: argparse.Namespace, loader: Syntheti
     if benchmark_device().type == "cpu":
         utils.MetricLogger.synchronize_between_processes = lambda _: None
     settings = SimpleNamespace(
-        epochs=100, clip_grad=_CLIP_NORM, freeze_last_layer=1, global_crops_number=shapes.num_global, use_masked_im_modeling=True
+        epochs=100,
+        clip_grad=_CLIP_NORM,
+        freeze_last_layer=1,
+        global_crops_number=shapes.num_global,
+        use_masked_im_modeling=True,
     )
 
     def network(drop_path_rate: float, *, is_student: bool) -> nn.Module:
@@ -150,7 +161,9 @@ def train_ibot(program: ModuleType, chosen: argparse.Namespace, loader: Syntheti
 
     student, teacher = pair(network(chosen.drop_path, is_student=True), network(0.0, is_student=False), strict=False)
     temperatures = (0.04, 0.04, 0.04, 0.04, 0)
-    loss = program.iBOTLoss(chosen.rows, chosen.rows, shapes.num_global, shapes.num_local, *temperatures, settings.epochs).cuda()
+    loss = program.iBOTLoss(
+        chosen.rows, chosen.rows, shapes.num_global, shapes.num_local, *temperatures, settings.epochs
+    ).cuda()
     program.train_one_epoch(
         student,
         teacher,
@@ -168,8 +181,9 @@ def train_ibot(program: ModuleType, chosen: argparse.Namespace, loader: Syntheti
 
 
 def masks_for(chosen: argparse.Namespace, device: torch.device) -> list[Tensor]:
-    """For each global view which patches are masked: on average a third of them in half of the images. Made here, not by the peer's loader:
-    its time is not in the step."""
+    """For each global view which patches are masked: on average a third of them in half of the images. Made here, not
+    by the peer's loader: its time is not in the step.
+    """
     shapes = parse_views(chosen.views)
     side = shapes.global_size // _PATCH_SIZE
     is_masked = torch.arange(chosen.batch)[:, None, None] % 2 == 0
@@ -198,12 +212,15 @@ def constant(value: float) -> Mapping[int, float]:
 
 UNUSED_IMPORTS: dict[str, dict[str, object]] = {
     "tensorboardX": {"SummaryWriter": None},
-    "evaluation.unsupervised.unsup_cls": {"eval_pred": lambda *_, **__: (0.0, 0.0, 0.0, 0.0)},  # iBOT's, after the last step
+    # iBOT's, after the last step
+    "evaluation.unsupervised.unsup_cls": {"eval_pred": lambda *_, **__: (0.0, 0.0, 0.0, 0.0)},
 }
 
 
 def pretend_the_cpu_is_a_gpu() -> None:
-    """Peers call .cuda() and torch.cuda.synchronize() throughout: without a GPU these do nothing, so that their steps can be tried."""
+    """Peers call .cuda() and torch.cuda.synchronize() throughout: without a GPU these do nothing, so that their steps
+    can be tried.
+    """
 
     def stay(thing: Any, *_: object, **__: object) -> Any:
         return thing
@@ -229,7 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", required=True, help="the peer's name of the network, e.g. vit_small")
     parser.add_argument("--batch", required=True, type=int)
     parser.add_argument("--views", default=PAPER_VIEWS, type=views_argument)
-    parser.add_argument("--rows", default=PAPER_ROWS, type=int, help="rows of the memory (massl), prototypes (dino, ibot)")
+    parser.add_argument(
+        "--rows", default=PAPER_ROWS, type=int, help="rows of the memory (massl), prototypes (dino, ibot)"
+    )
     parser.add_argument("--block", default=PAPER_BLOCK, type=int, help="rows per block (massl)")
     parser.add_argument("--drop-path", default=0.1, type=float)
     add_repetition_arguments(parser, num_warmup=5, num_timed=15)
@@ -252,7 +271,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         loader = SyntheticLoader(views, masks, watch, num_warmup=chosen.warmup, num_timed=chosen.timed)
         train(import_from(chosen.checkout, module), chosen, loader)
     dist.destroy_process_group()
-    emit(watch.timing().case(f"{chosen.model} N={chosen.batch} {chosen.peer}", num_images=chosen.batch, steady_memory=True))
+    emit(
+        watch.timing().case(
+            f"{chosen.model} N={chosen.batch} {chosen.peer}", num_images=chosen.batch, steady_memory=True
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Whole training steps of massl beside those of its peers, in one run on one card: official MaSSL, DINO and iBOT from checkouts of yours.
+"""Whole training steps of massl beside those of its peers, in one run on one card: official MaSSL, DINO and iBOT from
+checkouts of yours.
 
     python benchmarks/peers.py --massl CHECKOUT --dino CHECKOUT --ibot CHECKOUT --cases vit_small:128 vit_base:64
 
-Each measurement is a process of its own, one at a time: the peers first (`peer_step.py`), then the same methods in massl (`step.py`) with
-the same batch, views, rows (or prototypes), block size and drop path. Ratios compare each method of ours with each peer. Peers run as
-published (float16 autocast, loss scaling, their own loop). Their peak memory is that of the steady steps; massl's includes the warm-up,
-where a CUDA graph would show its needs.
+Each measurement is a process of its own, one at a time: the peers first (`peer_step.py`), then the same methods in
+massl (`step.py`) with the same batch, views, rows (or prototypes), block size and drop path. Ratios compare each method
+of ours with each peer. Peers run as published (float16 autocast, loss scaling, their own loop). Their peak memory is
+that of the steady steps; massl's includes the warm-up, where a CUDA graph would show its needs.
 """
 
 import argparse
@@ -21,13 +22,18 @@ from arguments import add_repetition_arguments, add_training_arguments
 from measure import Case, announce, benchmark_device, case_from, emit, print_table, remark
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = {"massl": "main_massl.py", "dino": "main_dino.py", "ibot": "main_ibot.py"}  # what shows that a folder is the checkout
+# what shows that a folder is the checkout
+PROGRAMS = {"massl": "main_massl.py", "dino": "main_dino.py", "ibot": "main_ibot.py"}
 REPOSITORIES = {
     "massl": "https://github.com/sthalles/MaSSL",
     "dino": "https://github.com/facebookresearch/dino",
     "ibot": "https://github.com/bytedance/ibot",
 }
-TIMM_NAMES = {"vit_tiny": "vit_tiny_patch16_224", "vit_small": "vit_small_patch16_224", "vit_base": "vit_base_patch16_224"}
+TIMM_NAMES = {
+    "vit_tiny": "vit_tiny_patch16_224",
+    "vit_small": "vit_small_patch16_224",
+    "vit_base": "vit_base_patch16_224",
+}
 TIME_LIMIT_SECONDS = 600
 
 
@@ -43,14 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     checkouts = {peer: getattr(chosen, peer) for peer in PROGRAMS if getattr(chosen, peer) is not None}
     cases: list[Case] = []
     for comparison in chosen.cases:
-        peers = {peer: measured for peer, path in checkouts.items() if (measured := run_peer(peer, path, comparison, chosen))}
+        peers = {
+            peer: measured for peer, path in checkouts.items() if (measured := run_peer(peer, path, comparison, chosen))
+        }
         cases += peers.values()
         for method in checkouts:
             for kernels in chosen.kernels:
                 our_case = run_ours(method, comparison, kernels, chosen)
                 if our_case is not None:
                     cases.append(emit(with_ratios(our_case, peers)))
-    print_table(cases, extra_columns=[f"{measure}_{peer}" for peer in checkouts for measure in ("times_as_fast_as", "memory_share_of")])
+    print_table(
+        cases,
+        extra_columns=[
+            f"{measure}_{peer}" for peer in checkouts for measure in ("times_as_fast_as", "memory_share_of")
+        ],
+    )
     return cases
 
 
@@ -58,8 +71,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="massl's training step beside those of its peers.")
     for peer, program in PROGRAMS.items():
         parser.add_argument(f"--{peer}", type=Path, help=f"checkout of {REPOSITORIES[peer]}: the folder with {program}")
-    parser.add_argument("--cases", nargs="+", type=comparison_argument, metavar="MODEL:BATCH", help="e.g. vit_small:128 vit_base:64")
-    parser.add_argument("--quick-cpu", action="store_true", help="tiny sizes, to try the programs without a GPU; the numbers mean nothing")
+    parser.add_argument(
+        "--cases", nargs="+", type=comparison_argument, metavar="MODEL:BATCH", help="e.g. vit_small:128 vit_base:64"
+    )
+    parser.add_argument(
+        "--quick-cpu",
+        action="store_true",
+        help="tiny sizes, to try the programs without a GPU; the numbers mean nothing",
+    )
     add_training_arguments(parser)
     add_repetition_arguments(parser, num_warmup=5, num_timed=15)
     chosen = parser.parse_args(arguments)
@@ -100,7 +119,9 @@ def shared_arguments(comparison: Comparison, chosen: argparse.Namespace) -> list
 def run_peer(peer: str, checkout: Path, comparison: Comparison, chosen: argparse.Namespace) -> Case | None:
     command = ["peer_step.py", peer, "--checkout", str(checkout.resolve()), "--model", comparison.model]
     case = run_program([*command, *shared_arguments(comparison, chosen)])
-    return None if case is None else emit(replace(case, case=f"{comparison.model} N={comparison.batch_size} peer {peer}"))
+    return (
+        None if case is None else emit(replace(case, case=f"{comparison.model} N={comparison.batch_size} peer {peer}"))
+    )
 
 
 def run_ours(method: str, comparison: Comparison, kernels: str, chosen: argparse.Namespace) -> Case | None:
@@ -125,7 +146,10 @@ def run_program(command: Sequence[str]) -> Case | None:
     """The one case that the program prints. A program that fails is named and left out: the other measurements stand."""
     try:
         finished = subprocess.run(
-            [sys.executable, str(HERE / command[0]), *command[1:]], stdout=subprocess.PIPE, text=True, timeout=TIME_LIMIT_SECONDS
+            [sys.executable, str(HERE / command[0]), *command[1:]],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=TIME_LIMIT_SECONDS,
         )
     except subprocess.TimeoutExpired:
         remark(f"{' '.join(command)}: left out, it took more than {TIME_LIMIT_SECONDS} s")

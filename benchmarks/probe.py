@@ -2,8 +2,8 @@
 
     python benchmarks/probe.py
 
-A step takes a batch of views through the backbone (streamed, as published) or has its features already (cached), then takes one SGD step
-of all heads.
+A step takes a batch of views through the backbone (streamed, as published) or has its features already (cached), then
+takes one SGD step of all heads.
 """
 
 import argparse
@@ -19,7 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser = argparse.ArgumentParser(description="Linear heads trained at once on features of one backbone.")
     parser.add_argument("--model", default="vit_small_patch16_224", help="a timm vision transformer")
     parser.add_argument("--feature", default="cls_last4")
-    parser.add_argument("--heads", default=[1, 45, 90], nargs="+", type=int, help="90: with the second set that chooses a rate honestly")
+    parser.add_argument(
+        "--heads", default=[1, 45, 90], nargs="+", type=int, help="90: with the second set that chooses a rate honestly"
+    )
     parser.add_argument("--classes", default=1000, type=int)
     parser.add_argument("--batch", default=1024, type=int)
     parser.add_argument("--size", default=224, type=int, help="side of a view in pixels")
@@ -55,7 +57,9 @@ def measure(
     views = torch.randn(chosen.batch, 3, chosen.size, chosen.size, device=device, generator=generator)
     labels = torch.randint(0, chosen.classes, (chosen.batch,), device=device, generator=generator)
     rows = ours.features(backbone, views, chosen.feature, precision).clone()  # type: ignore[arg-type]
-    step_heads = ours.probe_step(num_heads, num_classes=chosen.classes, dim=rows.shape[1], allow_tf32=precision == "bf16", device=device)
+    step_heads = ours.probe_step(
+        num_heads, num_classes=chosen.classes, dim=rows.shape[1], allow_tf32=precision == "bf16", device=device
+    )
 
     def step(_: int) -> None:
         step_heads(ours.features(backbone, views, chosen.feature, precision) if streamed else rows, labels)  # type: ignore[arg-type]
@@ -64,7 +68,9 @@ def measure(
     source = "streamed" if streamed else "cached"
     relative = 1.0 if first is None else timing.median_milliseconds / first.milliseconds
     label = f"probe {source} {precision} {num_heads} heads x {chosen.classes} classes N={chosen.batch}"
-    return emit(timing.case(label, num_images=chosen.batch, extras={"times_first": round(relative, 3)}, steady_memory=True))
+    return emit(
+        timing.case(label, num_images=chosen.batch, extras={"times_first": round(relative, 3)}, steady_memory=True)
+    )
 
 
 if __name__ == "__main__":

@@ -82,17 +82,25 @@ def forward_flop(network: TransformerShape, num_tokens: int, *, class_token_only
     return (network.depth - 1) * block(num_tokens) + last
 
 
-def step_flop_per_image(network: TransformerShape, views: ViewShapes, *, class_token_only_at_the_end: bool = False) -> float:
-    """Arithmetic of one training step for one image: the student's views forward and backward, the teacher's global views forward.
+def step_flop_per_image(
+    network: TransformerShape, views: ViewShapes, *, class_token_only_at_the_end: bool = False
+) -> float:
+    """Arithmetic of one training step for one image: the student's views forward and backward, the teacher's global
+    views forward.
 
-    A backward pass costs two forward passes: one product for the gradient of the input, one for that of the weights. ViT-S/16 with
-    2x224+10x96 has 764 student and 394 teacher tokens and needs 121 GFLOP. Left out, for these sizes: the patch embedding (1.1 GFLOP), the
-    head (0.4) and the memory loss (0.9 at 65,536 rows), so a share of the card's rate computed from this is understated by 2 %.
+    A backward pass costs two forward passes: one product for the gradient of the input, one for that of the weights.
+    ViT-S/16 with 2x224+10x96 has 764 student and 394 teacher tokens and needs 121 GFLOP. Left out, for these sizes: the
+    patch embedding (1.1 GFLOP), the head (0.4) and the memory loss (0.9 at 65,536 rows), so a share of the card's rate
+    computed from this is understated by 2 %.
     """
-    global_flop = forward_flop(network, network.num_tokens(views.global_size), class_token_only_at_the_end=class_token_only_at_the_end)
+    global_flop = forward_flop(
+        network, network.num_tokens(views.global_size), class_token_only_at_the_end=class_token_only_at_the_end
+    )
     local_flop = 0.0
     if views.num_local:
-        local_flop = forward_flop(network, network.num_tokens(views.local_size), class_token_only_at_the_end=class_token_only_at_the_end)
+        local_flop = forward_flop(
+            network, network.num_tokens(views.local_size), class_token_only_at_the_end=class_token_only_at_the_end
+        )
     student = views.num_global * global_flop + views.num_local * local_flop
     teacher = views.num_global * global_flop
     return 3.0 * student + teacher

@@ -1,9 +1,11 @@
-"""Speed and memory of one whole training step, of MaSSL or another method of massl, on synthetic views that already lie on the device.
+"""Speed and memory of one whole training step, of MaSSL or another method of massl, on synthetic views that already lie
+on the device.
 
     python benchmarks/step.py --method massl --model vit_small_patch16_224 --batch 64 128 256 --kernels fused compiled plain
 
-A step is what the trainer does between two batches: student and teacher forward, memory loss, backward, clipping, AdamW, teacher and
-memory. Its arithmetic (`shapes.step_flop_per_image`) over its time is printed as a share of the card's own bfloat16 matrix rate.
+A step is what the trainer does between two batches: student and teacher forward, memory loss, backward, clipping,
+AdamW, teacher and memory. Its arithmetic (`shapes.step_flop_per_image`) over its time is printed as a share of the
+card's own bfloat16 matrix rate.
 """
 
 import argparse
@@ -53,7 +55,9 @@ def measure_step(spec: ours.StepSpec, card_tflops: float, *, num_warmup: int, nu
     training, views = ours.Training(spec), ours.synthetic_views(spec)
     if training.networks != spec.kernels:
         remark(f"{spec.name}: the networks are {training.networks}")
-    timing = timed_steps(lambda number: training.on_views(views, number), num_warmup=num_warmup, num_timed=num_timed, device=spec.device)
+    timing = timed_steps(
+        lambda number: training.on_views(views, number), num_warmup=num_warmup, num_timed=num_timed, device=spec.device
+    )
     images_per_second = 1e3 * spec.batch_size / timing.median_milliseconds
     extras: dict[str, float | str | None] = {
         "views": str(spec.views),
@@ -62,11 +66,15 @@ def measure_step(spec: ours.StepSpec, card_tflops: float, *, num_warmup: int, nu
         "networks": training.networks,
         "is_graph": training.is_graph,
     }
-    return timing.case(spec.name, num_images=spec.batch_size, extras=extras | arithmetic(spec, images_per_second, card_tflops))
+    return timing.case(
+        spec.name, num_images=spec.batch_size, extras=extras | arithmetic(spec, images_per_second, card_tflops)
+    )
 
 
 def arithmetic(spec: ours.StepSpec, images_per_second: float, card_tflops: float) -> dict[str, float]:
-    """Shares of the matrix rate by two counts: all tokens through all blocks, and only what the class token at the end depends on."""
+    """Shares of the matrix rate by two counts: all tokens through all blocks, and only what the class token at the end
+    depends on.
+    """
     network = transformer_shape(spec.model)
     found = {"matrix_tflops": round(card_tflops, 3)}
     if network is None:

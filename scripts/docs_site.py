@@ -1,7 +1,8 @@
-"""What of the documentation site is made while it is built: pages that would go stale if they were written, and links out of docs/.
+"""What of the documentation site is made while it is built: pages that would go stale if they were written, and links
+out of docs/.
 
-A hook of MkDocs (mkdocs.yml). The documents are written to be read in the repository, where `../benchmarks/README.md` and the folder
-`results/cifar10/` are places to go to; on the site such links lead to the page made from them.
+A hook of MkDocs (mkdocs.yml). The documents are written to be read in the repository, where `../benchmarks/README.md`
+and the folder `results/cifar10/` are places to go to; on the site such links lead to the page made from them.
 """
 
 import posixpath
@@ -11,24 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from massl.commands.methods import SETTINGS
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pydantic_core import PydanticUndefined
 
-from massl.commands.ablate import AblateSettings
-from massl.commands.compare import CompareSettings
+from massl.commands.ablate.command import AblateSettings
+from massl.commands.compare.command import CompareSettings
 from massl.commands.embed import EmbedSettings
-from massl.commands.evaluation_settings import EvaluateSettings
-from massl.commands.methods import SETTINGS
+from massl.commands.evaluate.settings import EvaluateSettings
 from massl.commands.recipe import PretrainRecipe, load_recipe, recipe_header, shipped_recipes
-from massl.commands.report import ReportSettings
+from massl.commands.report.command import ReportSettings
 from massl.commands.visualize import VisualizeSettings
 from massl.config import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIES = {"changelog.md": "CHANGELOG.md", "benchmarks.md": "benchmarks/README.md"}  # page -> file outside docs/ it shows
+# page -> file outside docs/ it shows
+COPIES = {"changelog.md": "CHANGELOG.md", "benchmarks.md": "benchmarks/README.md"}
 INSTEAD = {  # outside docs/ -> page with the same content for a reader
     "README.md": "index.md",
     "CITATION.cff": "cite.md",
@@ -49,7 +51,7 @@ _LINK = re.compile(r"(?<=\]\()(?P<target>[^)#\s:]+)(?=[)#\s])")
 _FENCE = re.compile(r"^ *```.*?^ *```", flags=re.MULTILINE | re.DOTALL)
 
 
-# ---- what MkDocs calls -----------------------------------------------------------------------------------------------------------------
+# ---- what MkDocs calls -----------------------------------------------------------------------------------------------
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -65,7 +67,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {"recipes.md": _FOUND_LAST + recipes_page(), "settings.md": _FOUND_LAST + settings_page()}
     made |= {page: (ROOT / original).read_text(encoding="utf-8") for page, original in COPIES.items()}
-    made |= {f"{folder}/files.md": listing(Path(config.docs_dir) / folder) for folder in data_folders(Path(config.docs_dir))}
+    made |= {
+        f"{folder}/files.md": listing(Path(config.docs_dir) / folder) for folder in data_folders(Path(config.docs_dir))
+    }
     for page, content in made.items():
         files.append(File.generated(config, page, content=content))
     return files
@@ -85,7 +89,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join([*parts, _LINK.sub(on_site, markdown[end:])])
 
 
-# ---- links -----------------------------------------------------------------------------------------------------------------------------
+# ---- links -----------------------------------------------------------------------------------------------------------
 
 
 def site_link(target: str, *, original: str, page: str, files: Files) -> str:
@@ -116,11 +120,19 @@ def listing(folder: Path) -> str:
     files = sorted(path for path in folder.iterdir() if path.is_file())
     rows = [f"| [{path.name}]({path.name}) | {path.stat().st_size / 1000:,.1f} |" for path in files]
     return "\n".join(
-        [f"# Files of {folder.name}", "", f"[{folder.name}](../{folder.name}.md) explains them.", "", "| file | kB |", "|---|---|", *rows]
+        [
+            f"# Files of {folder.name}",
+            "",
+            f"[{folder.name}](../{folder.name}.md) explains them.",
+            "",
+            "| file | kB |",
+            "|---|---|",
+            *rows,
+        ]
     )
 
 
-# ---- recipes ---------------------------------------------------------------------------------------------------------------------------
+# ---- recipes ---------------------------------------------------------------------------------------------------------
 
 
 def recipes_page() -> str:
@@ -135,7 +147,8 @@ def recipes_page() -> str:
         "| recipe | method | network | views | batch | epochs |",
         "|---|---|---|---|---:|---:|",
     ]
-    names = sorted(shipped_recipes(), key=lambda name: list(SETTINGS).index(load_recipe(name).method.name))  # MaSSL first
+    # MaSSL first
+    names = sorted(shipped_recipes(), key=lambda name: list(SETTINGS).index(load_recipe(name).method.name))
     sections = [recipe_section(name, shipped_recipes()[name]) for name in names]
     return "\n".join([*intro, *map(recipe_row, names), "", *sections])
 
@@ -143,7 +156,9 @@ def recipes_page() -> str:
 def recipe_row(name: str) -> str:
     recipe = load_recipe(name)
     views, backbone = recipe.views, recipe.backbone
-    sizes = f"{views.num_global} x {views.global_size} px" + (f" + {views.num_local} x {views.local_size} px" if views.num_local else "")
+    sizes = f"{views.num_global} x {views.global_size} px" + (
+        f" + {views.num_local} x {views.local_size} px" if views.num_local else ""
+    )
     patch = f", patch {backbone.patch_size}" if backbone.patch_size else ""
     cells = [
         f"[{name}](#{name})",
@@ -164,7 +179,7 @@ def recipe_section(name: str, path: Path) -> str:
     return f'## {name}\n\n{about}\n\n```bash\n{command}\n```\n\n??? note "{path.name}"\n\n{values}\n'
 
 
-# ---- settings --------------------------------------------------------------------------------------------------------------------------
+# ---- settings --------------------------------------------------------------------------------------------------------
 
 
 def settings_page() -> str:
@@ -190,11 +205,16 @@ def settings_page() -> str:
 
 
 def settings_table(title: str, settings: type[Settings], *, prefix: str, level: str = "###") -> list[str]:
-    rows = [f"| `{key}` | {default} | {meaning} |".replace("\n", " ") for key, default, meaning in settings_rows(settings, prefix)]
+    rows = [
+        f"| `{key}` | {default} | {meaning} |".replace("\n", " ")
+        for key, default, meaning in settings_rows(settings, prefix)
+    ]
     return [f"{level} {title}", "", "| key | default | |", "|---|---|---|", *rows, ""]
 
 
-def settings_rows(settings: type[Settings], prefix: str, defaults: Settings | None = None) -> Iterator[tuple[str, str, str]]:
+def settings_rows(
+    settings: type[Settings], prefix: str, defaults: Settings | None = None
+) -> Iterator[tuple[str, str, str]]:
     """Key, default and meaning of every value, those of parts below their part's name."""
     for name, field in settings.model_fields.items():
         default = field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, name)

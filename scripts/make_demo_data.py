@@ -1,7 +1,7 @@
 """Make the bundled demo images from Fashion-MNIST: python scripts/make_demo_data.py FOLDER_OF_IDX_GZ OUTPUT.npz
 
-Takes the first 800 training and 200 test images of each class in the order of the official files, so the result is always the same.
-Debian's package dataset-fashion-mnist installs the four files in /usr/share/datasets/fashion-mnist.
+Takes the first 800 training and 200 test images of each class in the order of the official files, so the result is
+always the same. Debian's package dataset-fashion-mnist installs the four files in /usr/share/datasets/fashion-mnist.
 """
 
 import argparse
@@ -15,7 +15,9 @@ NUM_CLASSES = 10
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An array of unsigned bytes: two zeros, type 8, the number of dimensions, big-endian sizes, data (LeCun's idx format)."""
+    """An array of unsigned bytes: two zeros, type 8, the number of dimensions, big-endian sizes, data (LeCun's idx
+    format).
+    """
     content = gzip.decompress(path.read_bytes())
     if content[:3] != b"\0\0\x08":
         raise ValueError(f"{path} is no idx file of unsigned bytes")
@@ -24,7 +26,8 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * num_dimensions).reshape(shape)
 
 
-def first_of_each_class(labels: NDArray[np.uint8], *, num_per_class: int) -> NDArray[np.intp]:  # [N] -> [10 * num_per_class]
+# [N] -> [10 * num_per_class]
+def first_of_each_class(labels: NDArray[np.uint8], *, num_per_class: int) -> NDArray[np.intp]:
     chosen = [np.flatnonzero(labels == label)[:num_per_class] for label in range(NUM_CLASSES)]
     return np.sort(np.concatenate(chosen))
 

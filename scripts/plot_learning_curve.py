@@ -1,4 +1,6 @@
-"""Draw k-NN accuracy and effective rank over epochs from metrics.jsonl files: plot_learning_curve.py OUT.png LABEL=FILE ..."""
+"""Draw k-NN accuracy and effective rank over epochs from metrics.jsonl files: plot_learning_curve.py OUT.png LABEL=FILE
+...
+"""
 
 import sys
 from pathlib import Path

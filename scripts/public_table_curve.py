@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from massl.reports.public import public_tables
+from massl.reports.published.public import public_tables
 
 LOWEST = 70  # percent: where the axis begins
 COLOURS = ("#0067b1", "#d45d00", "#009e73")
@@ -43,7 +43,13 @@ def main(table_name: str, picture: str, *runs: str) -> None:
         heights.append(height)
         axes.plot([last_epoch, last_epoch * 1.03], [accuracy, height], color="0.75", linewidth=0.8, zorder=0)
         axes.text(last_epoch * 1.035, height, f"{row.method} {accuracy:.1f}", fontsize=7, color="0.3", va="center")
-    axes.set(xlabel="epoch", ylabel="k-NN accuracy, % (k = 200, T = 0.1)", ylim=(LOWEST, 89), xlim=(0, last_epoch * 1.2), title=table.title)
+    axes.set(
+        xlabel="epoch",
+        ylabel="k-NN accuracy, % (k = 200, T = 0.1)",
+        ylim=(LOWEST, 89),
+        xlim=(0, last_epoch * 1.2),
+        title=table.title,
+    )
     axes.set_xticks(range(0, last_epoch + 1, last_epoch // 8))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)

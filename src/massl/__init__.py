@@ -8,7 +8,7 @@ massl.embed("runs/photos", data="photos/", out="features.parquet")
 """
 
 from massl.commands.embed import embed
-from massl.commands.evaluate import evaluate
+from massl.commands.evaluate.command import evaluate
 from massl.commands.pretrain import pretrain
 from massl.weights.io import load_backbone
 

@@ -10,14 +10,14 @@ import tyro
 from pydantic import Field, ValidationError, create_model
 from safetensors import SafetensorError
 
-from massl.commands.ablate import AblateSettings, run_ablation
-from massl.commands.compare import CompareSettings, run_comparison
+from massl.commands.ablate.command import AblateSettings, run_ablation
+from massl.commands.compare.command import CompareSettings, run_comparison
 from massl.commands.embed import EmbedSettings, run_embedding
-from massl.commands.evaluate import run_evaluation
-from massl.commands.evaluation_settings import EvaluateSettings
+from massl.commands.evaluate.command import run_evaluation
+from massl.commands.evaluate.settings import EvaluateSettings
 from massl.commands.pretrain import pretrain
 from massl.commands.recipe import PretrainRecipe, load_recipe, recipe_header, shipped_recipes
-from massl.commands.report import ReportSettings, run_report
+from massl.commands.report.command import ReportSettings, run_report
 from massl.commands.visualize import VisualizeSettings, run_visualization
 from massl.config import MasslError, RecipeError, Settings, explain
 
@@ -46,7 +46,9 @@ torchrun --nproc-per-node 4 -m massl pretrain ..."""
 
 class _PretrainArguments(PretrainRecipe):
     recipe: str = Field(description="name of a shipped recipe (see `massl recipes`) or a YAML file")
-    output: str = Field(description="folder of the run; never overwritten, continued if it holds a run of the same recipe")
+    output: str = Field(
+        description="folder of the run; never overwritten, continued if it holds a run of the same recipe"
+    )
 
 
 def _arguments_of(settings: Settings) -> type[_PretrainArguments]:
@@ -65,7 +67,9 @@ def parse_pretrain(arguments: Sequence[str]) -> tuple[PretrainRecipe, str]:
     arguments_type = _arguments_of(recipe.method)
     defaults = arguments_type.model_construct(recipe=name or "massl-vits16", output=tyro.MISSING, **dict(recipe))
     parsed = _parse(arguments_type, "pretrain", _PRETRAIN_HELP, arguments, default=defaults)
-    return PretrainRecipe.model_validate({field: getattr(parsed, field) for field in PretrainRecipe.model_fields}), parsed.output
+    return PretrainRecipe.model_validate(
+        {field: getattr(parsed, field) for field in PretrainRecipe.model_fields}
+    ), parsed.output
 
 
 def _pretrain(arguments: Sequence[str]) -> int:
@@ -138,7 +142,9 @@ class _EmbedArguments(EmbedSettings):
 
 
 class _AblateArguments(AblateSettings):
-    kind: tyro.conf.Positional[Literal["memory-size", "block-size", "block-sampling"]] = Field(description="what is varied")
+    kind: tyro.conf.Positional[Literal["memory-size", "block-size", "block-sampling"]] = Field(
+        description="what is varied"
+    )
 
 
 class _ReportArguments(ReportSettings):
@@ -149,7 +155,9 @@ class _ReportArguments(ReportSettings):
 
 class _VisualizeArguments(VisualizeSettings):
     model: tyro.conf.Positional[str] = Field(description=_MODEL)
-    kind: tyro.conf.Positional[Literal["attention", "correspondence", "neighbours"]] = Field(description="what is drawn")
+    kind: tyro.conf.Positional[Literal["attention", "correspondence", "neighbours"]] = Field(
+        description="what is drawn"
+    )
 
 
 Arguments = TypeVar("Arguments", bound=Settings)
@@ -189,7 +197,9 @@ def _parse(
 
 
 def _with_examples_apart(description: str) -> str:
-    """Examples indented: tyro joins all other lines of a paragraph, and leaves one blank line too many before what is indented."""
+    """Examples indented: tyro joins all other lines of a paragraph, and leaves one blank line too many before what is
+    indented.
+    """
     return description.replace("\nmassl ", "\n  massl ").replace("\n\n  massl ", "\n  massl ")
 
 
@@ -269,7 +279,9 @@ def _status(signal_number: int | None, *, failed: bool) -> int:
 
 def _recipes(arguments: Sequence[str]) -> int:
     if arguments:
-        print("usage: massl recipes\n\nLists the recipes that come with massl: name, then command, hardware and expected result.")
+        print(
+            "usage: massl recipes\n\nLists the recipes that come with massl: name, then command, hardware and expected result."
+        )
         return 0 if arguments[0] in ("-h", "--help") else 2
     for name, path in shipped_recipes().items():
         print(name, *(f"    {line}" for line in recipe_header(path).splitlines()), sep="\n", end="\n\n")

@@ -1,7 +1,8 @@
 """Settings: frozen, validated objects; YAML files and dotted overrides become one of them.
 
-A part's settings live beside the part (`MemorySettings` in nn/memory.py and so on) and derive from `Settings`. Here is only what they
-share: the base class, errors that say what to type instead, reading YAML, merging overrides, and the fingerprint of a resolved recipe.
+A part's settings live beside the part (`MemorySettings` in nn/memory.py and so on) and derive from `Settings`. Here is
+only what they share: the base class, errors that say what to type instead, reading YAML, merging overrides, and the
+fingerprint of a resolved recipe.
 """
 
 import difflib
@@ -62,12 +63,17 @@ def explain(error: ValidationError, settings_type: type[Settings] | None = None)
 
 
 def _without_choices(location: tuple[int | str, ...], settings_type: type[Settings] | None) -> tuple[int | str, ...]:
-    """The keys as they stand in a recipe: where settings are one of several, pydantic adds which, method.massl.head for method.head."""
+    """The keys as they stand in a recipe: where settings are one of several, pydantic adds which, method.massl.head for
+    method.head.
+    """
     if settings_type is None or not location or location[0] not in settings_type.model_fields:
         return location
     key, *rest = location
     annotation = settings_type.model_fields[str(key)].annotation
-    if rest and sum(isinstance(option, type) and issubclass(option, Settings) for option in typing.get_args(annotation)) > 1:
+    if (
+        rest
+        and sum(isinstance(option, type) and issubclass(option, Settings) for option in typing.get_args(annotation)) > 1
+    ):
         rest = rest[1:]
     return (key, *rest)
 
@@ -89,7 +95,11 @@ def _nested_settings(annotation: Any, values: Mapping[str, Any]) -> type[Setting
     """The settings that `values` are for; of several, those whose default name is the one given, or the first."""
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     fitting = [option for option in options if isinstance(option, type) and issubclass(option, Settings)]
-    named = [option for option in fitting if "name" in option.model_fields and option.model_fields["name"].default == values.get("name")]
+    named = [
+        option
+        for option in fitting
+        if "name" in option.model_fields and option.model_fields["name"].default == values.get("name")
+    ]
     return next(iter(named or fitting), None)
 
 
@@ -142,7 +152,9 @@ def flatten(settings: Settings) -> dict[str, Any]:
 
 
 def changed(settings: Settings, *, besides: typing.Collection[str] = ()) -> list[str]:
-    """Values that are not the default ones, in words: "temperature 0.1"; keys whose last part is in `besides` are left out."""
+    """Values that are not the default ones, in words: "temperature 0.1"; keys whose last part is in `besides` are left
+    out.
+    """
     defaults = flatten(type(settings)())
     return [
         f"{key.rpartition('.')[2].replace('_', ' ')} {_in_words(value)}"

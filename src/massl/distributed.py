@@ -58,7 +58,8 @@ def gather_rows(rows: Tensor) -> Tensor:  # [n, ...] on each rank -> [n * world_
 
 
 def gather_rows_with_gradient(rows: Tensor) -> Tensor:  # [n, ...] on each rank -> [n * world_size, ...], in rank order
-    """`gather_rows` for losses in which the images of all ranks meet: each rank's rows receive the gradients of every rank's loss.
+    """`gather_rows` for losses in which the images of all ranks meet: each rank's rows receive the gradients of every
+    rank's loss.
 
     Data parallelism averages gradients over ranks, so what is trained is the mean of the ranks' losses.
     """
@@ -116,18 +117,22 @@ def largest_over_ranks(number: int, device: torch.device) -> int:
 def data_parallel(module: nn.Module, device: torch.device) -> nn.Module:
     """The module with its gradients averaged over ranks; the module itself in a single process.
 
-    Buffers are not broadcast: the memory is the same on all ranks by construction, because all enqueue the gathered rows.
+    Buffers are not broadcast: the memory is the same on all ranks by construction, because all enqueue the gathered
+    rows.
     """
     if world_size() == 1:
         return module
     synchronised = synchronise_batch_norms(module) if device.type == "cuda" else module
     parallel = DistributedDataParallel(synchronised, device_ids=[device.index] if device.type == "cuda" else None)
-    parallel.broadcast_buffers = False  # set afterwards: torch 2.15 warns of the argument, and before it there is no other
+    # set afterwards: torch 2.15 warns of the argument, and before it there is no other
+    parallel.broadcast_buffers = False
     return parallel
 
 
 def synchronise_batch_norms(module: nn.Module) -> nn.Module:
-    """Batch norms that share their statistics over ranks. By timm: torch's own conversion would drop the activations that timm's carry."""
+    """Batch norms that share their statistics over ranks. By timm: torch's own conversion would drop the activations
+    that timm's carry.
+    """
     from timm.layers.norm_act import convert_sync_batchnorm
 
     converted: nn.Module = convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]

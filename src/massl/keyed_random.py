@@ -1,11 +1,12 @@
 """Random numbers that are a function of a key, not of history.
 
-Every random choice of a run is drawn from a key such as ``(seed, "crop", epoch, image, view)``. The same key gives the same bits on any
-device, in any process, before and after a restart, so there is no generator state to save. Key parts are integers, strings or integer
-tensors; tensors broadcast against each other, so one call draws a whole batch.
+Every random choice of a run is drawn from a key such as ``(seed, "crop", epoch, image, view)``. The same key gives the
+same bits on any device, in any process, before and after a restart, so there is no generator state to save. Key parts
+are integers, strings or integer tensors; tensors broadcast against each other, so one call draws a whole batch.
 
-The bits come from two 32-bit lanes, each mixed with the multiply-xorshift permutation of Wellons' hash-prospector ("lowbias32"). Both
-multipliers are below 2**31, so every product fits a signed 64-bit integer and the result is exact on every backend.
+The bits come from two 32-bit lanes, each mixed with the multiply-xorshift permutation of Wellons' hash-prospector
+("lowbias32"). Both multipliers are below 2**31, so every product fits a signed 64-bit integer and the result is exact
+on every backend.
 """
 
 import math
@@ -60,7 +61,9 @@ def _flatten(key: Sequence[Key]) -> Iterator[int | Tensor]:
 
 
 def _mixed_prefix(key: Sequence[Key]) -> tuple[int, int, list[int | Tensor]]:
-    """The parts before the first tensor, mixed as Python integers: no tensor operations for them; and the parts that are left."""
+    """The parts before the first tensor, mixed as Python integers: no tensor operations for them; and the parts that
+    are left.
+    """
     parts = list(_flatten(key))
     if not parts:
         raise ValueError("a key needs at least one part")
@@ -72,7 +75,9 @@ def _mixed_prefix(key: Sequence[Key]) -> tuple[int, int, list[int | Tensor]]:
     return first, second, parts[num_plain:]
 
 
-def _lanes(plain_first: int, plain_second: int, parts: list[int | Tensor], device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+def _lanes(
+    plain_first: int, plain_second: int, parts: list[int | Tensor], device: torch.device | str | None
+) -> tuple[Tensor, Tensor]:
     """Two 32-bit words per key."""
     if device is None:
         device = next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
@@ -85,7 +90,9 @@ def _lanes(plain_first: int, plain_second: int, parts: list[int | Tensor], devic
 
 
 def _fits_kernel(parts: list[int | Tensor], device: torch.device | str | None) -> bool:
-    """At most three tensors of at most three axes, all on the one GPU where the result is wanted, no two integers in a row."""
+    """At most three tensors of at most three axes, all on the one GPU where the result is wanted, no two integers in a
+    row.
+    """
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if not 1 <= len(tensors) <= 3 or any(tensor.dim() > 3 for tensor in tensors):
         return False
@@ -107,7 +114,9 @@ def bits(*key: Key, device: torch.device | str | None = None) -> Tensor:
 
 
 def uniform(*key: Key, low: float = 0.0, high: float = 1.0, device: torch.device | str | None = None) -> Tensor:
-    """Float32 numbers from low to high, one per key; by default in [0, 1), with 24 random bits, so exact on every device."""
+    """Float32 numbers from low to high, one per key; by default in [0, 1), with 24 random bits, so exact on every
+    device.
+    """
     prefix = _mixed_prefix(key)
     if _fits_kernel(prefix[2], device):
         from massl import keyed_random_kernel  # here: Triton comes with PyTorch for GPUs only
@@ -119,7 +128,9 @@ def uniform(*key: Key, low: float = 0.0, high: float = 1.0, device: torch.device
 
 
 def integers(*key: Key, upper: int | Tensor, device: torch.device | str | None = None) -> Tensor:
-    """Int64 numbers in [0, upper), one per key (62 bits modulo `upper`: the bias is below 2**-30 for any count of images)."""
+    """Int64 numbers in [0, upper), one per key (62 bits modulo `upper`: the bias is below 2**-30 for any count of
+    images).
+    """
     return bits(*key, device=device) % upper
 
 

@@ -1,5 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The hash of keyed_random as one Triton kernel: for a batch of keys on a GPU, in place of a hundred launches. The bits are the same."""
+"""The hash of keyed_random as one Triton kernel: for a batch of keys on a GPU, in place of a hundred launches. The bits
+are the same.
+"""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +35,9 @@ def _absorb(first, second, part):
 
 
 @triton.jit
-def _absorb_both(first, second, tensor_ptr, stride0, stride1, stride2, plain, at0, at1, at2, mask, HAS_PLAIN: tl.constexpr):
+def _absorb_both(
+    first, second, tensor_ptr, stride0, stride1, stride2, plain, at0, at1, at2, mask, HAS_PLAIN: tl.constexpr
+):
     part = tl.load(tensor_ptr + at0 * stride0 + at1 * stride1 + at2 * stride2, mask=mask, other=0)
     first, second = _absorb(first, second, part)
     if HAS_PLAIN:
@@ -55,11 +59,17 @@ def _draw_kernel(
     at0, at1, at2 = at // size2 // size1, at // size2 % size1, at % size2
     start = tl.zeros([BLOCK], dtype=tl.int64) + prefix
     first, second = (start >> 32) & 0xFFFFFFFF, start & 0xFFFFFFFF
-    first, second = _absorb_both(first, second, tensor0_ptr, stride00, stride01, stride02, plain0, at0, at1, at2, mask, HAS_PLAIN0)
+    first, second = _absorb_both(
+        first, second, tensor0_ptr, stride00, stride01, stride02, plain0, at0, at1, at2, mask, HAS_PLAIN0
+    )
     if NUM_TENSORS > 1:
-        first, second = _absorb_both(first, second, tensor1_ptr, stride10, stride11, stride12, plain1, at0, at1, at2, mask, HAS_PLAIN1)
+        first, second = _absorb_both(
+            first, second, tensor1_ptr, stride10, stride11, stride12, plain1, at0, at1, at2, mask, HAS_PLAIN1
+        )
     if NUM_TENSORS > 2:
-        first, second = _absorb_both(first, second, tensor2_ptr, stride20, stride21, stride22, plain2, at0, at1, at2, mask, HAS_PLAIN2)
+        first, second = _absorb_both(
+            first, second, tensor2_ptr, stride20, stride21, stride22, plain2, at0, at1, at2, mask, HAS_PLAIN2
+        )
     word = _mix32(first ^ second)
     if AS_UNIFORM:
         tl.store(out_ptr + at, (word >> 8).to(tl.float32) * 5.9604644775390625e-08, mask=mask)  # 2**-24
@@ -71,7 +81,8 @@ def _draw_kernel(
 def draw(first: int, second: int, parts: Sequence[int | Tensor], *, as_uniform: bool) -> Tensor:
     """`bits` (int64) or `uniform` (float32 in [0, 1)) of keys whose lanes are `first` and `second` before `parts`.
 
-    The parts are up to three int64 tensors, which broadcast to at most three axes, each followed by at most one plain integer.
+    The parts are up to three int64 tensors, which broadcast to at most three axes, each followed by at most one plain
+    integer.
     """
     tensors = [part for part in parts if isinstance(part, Tensor)]
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))

@@ -54,10 +54,15 @@ def printed_cases(capsys: pytest.CaptureFixture[str]) -> list[dict[str, float | 
     return cases
 
 
-def test_step_prints_one_case_per_batch_size(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_prints_one_case_per_batch_size(
+    programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
     programs["step"].main([*TINY_TRAINING, "--batch", "2", "4"])
     cases = printed_cases(capsys)
-    assert [case["case"] for case in cases] == ["massl vit_tiny_patch16_224 N=2 plain", "massl vit_tiny_patch16_224 N=4 plain"]
+    assert [case["case"] for case in cases] == [
+        "massl vit_tiny_patch16_224 N=2 plain",
+        "massl vit_tiny_patch16_224 N=4 plain",
+    ]
     assert all(case["percent_of_matrix_rate"] > case["percent_of_matrix_rate_needed"] > 0 for case in cases)
 
 
@@ -70,9 +75,12 @@ def test_loss_compares_both_formulations(programs: dict[str, ModuleType], capsys
 
 def test_published_formulation_is_the_loss_that_massl_computes(programs: dict[str, ModuleType]) -> None:
     ours = programs["loss"].ours
-    student, teacher = (ours.unit_rows(num_views, 5, 8, device=torch.device("cpu"), seed=num_views) for num_views in (3, 2))
+    student, teacher = (
+        ours.unit_rows(num_views, 5, 8, device=torch.device("cpu"), seed=num_views) for num_views in (3, 2)
+    )
     memory = ours.unit_rows(24, 8, device=torch.device("cpu"), seed=0)
-    published = programs["loss"].published_loss(student, teacher, memory.T, block_size=24)  # one block: its order plays no part
+    # one block: its order plays no part
+    published = programs["loss"].published_loss(student, teacher, memory.T, block_size=24)
     temperatures = {"student_temperature": ours.STUDENT_TEMPERATURE, "teacher_temperature": ours.TEACHER_TEMPERATURE}
     torch.testing.assert_close(published, memory_loss_reference(student, teacher, memory[None], **temperatures))
 
@@ -88,7 +96,11 @@ def test_knn_refuses_wrong_neighbours(programs: dict[str, ModuleType]) -> None:
     truth = rows[:4] @ rows.T
     near, far = torch.topk(truth, 5), torch.topk(truth, 5, largest=False)
     programs["knn"].check(rows[:4], rows, near.values, near.indices)
-    for similarities, neighbours in [(near.values, far.indices), (far.values, far.indices), (near.values + 0.01, near.indices)]:
+    for similarities, neighbours in [
+        (near.values, far.indices),
+        (far.values, far.indices),
+        (near.values + 0.01, near.indices),
+    ]:
         with pytest.raises(SystemExit, match="wrong neighbours"):
             programs["knn"].check(rows[:4], rows, similarities, neighbours)
 
@@ -102,13 +114,19 @@ def test_loading_measures_four_parts_and_their_ratio(
         images = tmp_path / "photos.tar"
         with tarfile.open(images, "w") as archive:
             archive.add(photos, "photos")
-    programs["loading"].main([*TINY_TRAINING, "--images", str(images), "--files", "6", "--batch", "3", "--workers", "1"])
+    programs["loading"].main(
+        [*TINY_TRAINING, "--images", str(images), "--files", "6", "--batch", "3", "--workers", "1"]
+    )
     cases = printed_cases(capsys)
     assert [str(case["case"])[0] for case in cases] == ["1", "2", "3", "4"]
-    assert cases[3]["share_of_compute_only"] == pytest.approx(cases[3]["images_per_second"] / cases[2]["images_per_second"], rel=0.01)
+    assert cases[3]["share_of_compute_only"] == pytest.approx(
+        cases[3]["images_per_second"] / cases[2]["images_per_second"], rel=0.01
+    )
 
 
-def test_loading_says_when_there_are_no_images(programs: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_loading_says_when_there_are_no_images(
+    programs: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         programs["loading"].main(["--images", str(tmp_path)])
     assert "holds no JPEG files" in capsys.readouterr().err
@@ -136,7 +154,9 @@ def test_peers_explains_wrong_arguments(
     ("model", "gflop"),
     [("vit_small_patch16_224", 121.0), ("vit_base_patch16_224", 467.0)],
 )
-def test_arithmetic_of_a_step_is_that_of_the_papers_setting(programs: dict[str, ModuleType], model: str, gflop: float) -> None:
+def test_arithmetic_of_a_step_is_that_of_the_papers_setting(
+    programs: dict[str, ModuleType], model: str, gflop: float
+) -> None:
     shapes = programs["shapes"]
     network, views = shapes.transformer_shape(model), shapes.parse_views("2x224+10x96")
     student_tokens = 2 * network.num_tokens(224) + 10 * network.num_tokens(96)
@@ -150,7 +170,8 @@ def test_arithmetic_of_a_step_is_that_of_the_papers_setting(programs: dict[str, 
 def test_arithmetic_by_hand_for_the_smallest_network(programs: dict[str, ModuleType]) -> None:
     shapes = programs["shapes"]
     network = shapes.TransformerShape(dim=2, depth=1, hidden_dim=3, patch_size=1)
-    # 2 tokens. Four projections 2*2*2*2 each = 64, MLP 2*(2*2*2*3) = 48, similarities and weighted values 2*2*2*2 each = 32.
+    # 2 tokens. Four projections 2*2*2*2 each = 64, MLP 2*(2*2*2*3) = 48, similarities and weighted values 2*2*2*2 each
+    # = 32.
     assert shapes.forward_flop(network, 2) == 144.0
     # One query: 2 projections of 2 tokens = 32 and 2 of one = 16, MLP 24, attention 16.
     assert shapes.forward_flop(network, 2, class_token_only_at_the_end=True) == 88.0
@@ -159,25 +180,37 @@ def test_arithmetic_by_hand_for_the_smallest_network(programs: dict[str, ModuleT
 
 
 def test_features_are_checked_and_timed(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    programs["features"].main([*TINY_FEATURES, "--stored", "40", "50", "--float32-batch", "2", "--feature", "cls", "cls_mean"])
+    programs["features"].main(
+        [*TINY_FEATURES, "--stored", "40", "50", "--float32-batch", "2", "--feature", "cls", "cls_mean"]
+    )
     names = [case["case"].removeprefix("vit_tiny_patch16_224 ") for case in printed_cases(capsys)]
     assert names == ["cls bf16 N=2", "cls_mean bf16 N=2", "cls bf16 N=2 from stored pixels", "cls fp32 N=2"]
 
 
-def test_features_that_are_off_end_the_program(programs: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_are_off_end_the_program(
+    programs: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(programs["features"], "LOWEST_COSINE", 1.1)
     with pytest.raises(SystemExit, match="are off"):
         programs["features"].main([*TINY_FEATURES, "--feature", "cls"])
 
 
-def test_the_probe_compares_many_heads_with_one(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = "--model vit_tiny_patch16_224 --batch 4 --size 32 --classes 3 --heads 1 5 --precision fp32 --warmup 1 --timed 1"
+def test_the_probe_compares_many_heads_with_one(
+    programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = (
+        "--model vit_tiny_patch16_224 --batch 4 --size 32 --classes 3 --heads 1 5 --precision fp32 --warmup 1 --timed 1"
+    )
     programs["probe"].main(sizes.split())
     cases = printed_cases(capsys)
     assert [case["times_first"] == 1.0 for case in cases] == [True, False, True, False]
 
 
-def test_kmeans_gives_the_same_clusters_each_time(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    programs["kmeans"].main(["--rows", "60", "--dim", "4", "--clusters", "3", "--iterations", "5", "--restarts", "2", "--repetitions", "2"])
+def test_kmeans_gives_the_same_clusters_each_time(
+    programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs["kmeans"].main(
+        ["--rows", "60", "--dim", "4", "--clusters", "3", "--iterations", "5", "--restarts", "2", "--repetitions", "2"]
+    )
     (case,) = printed_cases(capsys)
     assert case["objective"] > 0

@@ -18,7 +18,13 @@ from massl.nn.backbone import build_backbone
 from massl.weights.io import backbone_bytes
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-_FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking")
+_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+)
 SMALL = {
     "views.global_size": 16,
     "views.local_size": 8,
@@ -84,7 +90,11 @@ class Browser:
     def requests(self) -> list[str]:
         """Addresses of everything that was asked for since `open`."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+        return [
+            message["params"]["request"]["url"]
+            for message in messages
+            if message["method"] == "Network.requestWillBeSent"
+        ]
 
 
 @pytest.fixture(scope="session")
@@ -113,11 +123,22 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def write_run(images: Path) -> Callable[..., Path]:
-    """write_run(folder, {"trainer.epochs": 3}, shift=0.1): a run folder as massl pretrain leaves it, with an untrained backbone."""
+    """write_run(folder, {"trainer.epochs": 3}, shift=0.1): a run folder as massl pretrain leaves it, with an untrained
+    backbone.
+    """
 
-    def write(folder: Path, changes: Mapping[str, Any] | None = None, *, shift: float = 0.0, has_backbone: bool = True) -> Path:
+    def write(
+        folder: Path, changes: Mapping[str, Any] | None = None, *, shift: float = 0.0, has_backbone: bool = True
+    ) -> Path:
         folder.mkdir(parents=True)
-        values = {"data.source": str(images), "probes.database": "", "probes.queries": "", **SMALL, "trainer.epochs": 10, **(changes or {})}
+        values = {
+            "data.source": str(images),
+            "probes.database": "",
+            "probes.queries": "",
+            **SMALL,
+            "trainer.epochs": 10,
+            **(changes or {}),
+        }
         recipe = load_recipe("demo", values)
         (folder / "recipe.yaml").write_text(to_yaml(recipe))
         rows = [_row(epoch, shift) for epoch in range(11)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from massl.commands.report import report
+from massl.commands.report.command import report
 
 MAP = ".fig-panel:not([hidden]) .fig-map"
 LEGEND = f"{MAP} .fig-legend button"
@@ -28,7 +28,12 @@ def mislabelled(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def page(write_run: Callable[..., Path], mislabelled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("figures")
-    resnet = {"backbone.name": "resnet18", "backbone.image_size": None, "backbone.patch_size": None, "backbone.timm_options": {}}
+    resnet = {
+        "backbone.name": "resnet18",
+        "backbone.image_size": None,
+        "backbone.patch_size": None,
+        "backbone.timm_options": {},
+    }
     runs = [write_run(folder / "vit"), write_run(folder / "resnet", resnet)]
     return report(runs, output=folder / "report.html", data=mislabelled).file
 
@@ -41,7 +46,9 @@ def opened(browser: Any, page: Path) -> Any:
 
 
 def dots(browser: Any) -> list[dict[str, Any]]:
-    """Dots in the order of the page: place on the screen, name of the image, label and prediction, whether it can be seen."""
+    """Dots in the order of the page: place on the screen, name of the image, label and prediction, whether it can be
+    seen.
+    """
     found: list[dict[str, Any]] = browser.run(
         """
         const map = document.querySelector(arguments[0]);
@@ -128,7 +135,9 @@ def test_a_tap_chooses_and_a_tap_beside_the_dots_chooses_nothing(browser: Any, p
     dot = lonely(dots(browser))[0]
     point_at(browser, dot, kind="finger")
     assert said(browser)[-1] == dot["key"]
-    browser.run(f"document.querySelector('{MAP} .fig-plane svg').dispatchEvent(new MouseEvent('click', {{clientX: -500, clientY: -500}}))")
+    browser.run(
+        f"document.querySelector('{MAP} .fig-plane svg').dispatchEvent(new MouseEvent('click', {{clientX: -500, clientY: -500}}))"
+    )
     assert said(browser) == ["Point at a dot, tap it, or walk with the arrow keys."]
 
 
@@ -193,14 +202,18 @@ def test_exactly_the_wrong_dots_are_outlined(opened: Any) -> None:
 def test_one_selector_changes_the_run_of_all_pictures(opened: Any) -> None:
     script = "return [...document.querySelectorAll('.fig-panel')].filter((panel) => panel.offsetHeight).map((panel) => panel.dataset.run)"
     assert opened.run(script) == ["0"] * 4
-    opened.run("const select = document.querySelector('#neighbours select'); select.value = '1'; select.dispatchEvent(new Event('change'))")
+    opened.run(
+        "const select = document.querySelector('#neighbours select'); select.value = '1'; select.dispatchEvent(new Event('change'))"
+    )
     assert opened.run(script) == ["1"] * 4
     assert "resnet18 does not have" in opened.run("return document.querySelector('#attention').innerText")
     point_at(opened, lonely(dots(opened))[0])
 
 
 def test_pictures_are_there_and_not_blank(opened: Any) -> None:
-    sizes = opened.run("return [...document.querySelectorAll('.fig-panels img, .fig-sprite')].map((image) => image.naturalWidth)")
+    sizes = opened.run(
+        "return [...document.querySelectorAll('.fig-panels img, .fig-sprite')].map((image) => image.naturalWidth)"
+    )
     assert len(sizes) > 40
     assert min(sizes) > 0
     dot = lonely(dots(opened))[0]
@@ -213,7 +226,9 @@ def test_pictures_are_there_and_not_blank(opened: Any) -> None:
 def test_nothing_is_wider_than_a_phone_and_sheets_scroll_in_their_box(browser: Any, page: Path, dark: bool) -> None:
     browser.open(page, width=360, dark=dark)
     assert browser.run("return document.documentElement.scrollWidth") <= 360
-    assert browser.run("const box = document.querySelector('#neighbours .fig-box'); return box.scrollWidth > box.clientWidth")
+    assert browser.run(
+        "const box = document.querySelector('#neighbours .fig-box'); return box.scrollWidth > box.clientWidth"
+    )
 
 
 @pytest.mark.parametrize("width", [360, 600, 768, 840, 900, 1024, 1280])
@@ -222,7 +237,9 @@ def test_words_beside_the_map_have_room_at_every_width(browser: Any, page: Path,
     browser.open(page, width=width)
     assert browser.run("return document.documentElement.scrollWidth") <= width
     assert browser.run("return document.querySelector('.fig-said').getBoundingClientRect().width") > 110
-    labels = browser.run("return [...document.querySelectorAll('.fig-legend span')].map((label) => label.getBoundingClientRect().height)")
+    labels = browser.run(
+        "return [...document.querySelectorAll('.fig-legend span')].map((label) => label.getBoundingClientRect().height)"
+    )
     assert max(height for height in labels if height) < 45  # two lines at most
 
 
@@ -244,7 +261,11 @@ def test_without_a_script_all_maps_are_there(browser: Any, page: Path) -> None:
         picture = browser.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})
         assert base64.b64decode(picture["data"]).startswith(b"\x89PNG")
         document = browser.driver.execute_cdp_cmd("DOM.getDocument", {})["root"]["nodeId"]
-        maps = browser.driver.execute_cdp_cmd("DOM.querySelectorAll", {"nodeId": document, "selector": ".fig-plane svg"})["nodeIds"]
-        assert [browser.driver.execute_cdp_cmd("DOM.getBoxModel", {"nodeId": one})["model"]["width"] > 300 for one in maps] == [True, True]
+        maps = browser.driver.execute_cdp_cmd(
+            "DOM.querySelectorAll", {"nodeId": document, "selector": ".fig-plane svg"}
+        )["nodeIds"]
+        assert [
+            browser.driver.execute_cdp_cmd("DOM.getBoxModel", {"nodeId": one})["model"]["width"] > 300 for one in maps
+        ] == [True, True]
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

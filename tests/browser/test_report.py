@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from massl.commands.report import report
+from massl.commands.report.command import report
 from massl.evaluations.results import ResultRow, append_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,9 +23,19 @@ def page(tmp_path_factory: pytest.TempPathFactory, write_run: Callable[..., Path
     folder = tmp_path_factory.mktemp("report")
     first = write_run(folder / "first")
     second = write_run(folder / "second", {"trainer.epochs": 20}, shift=1.0, has_backbone=False)
-    shared: dict[str, Any] = {"metric": "top1", "num_samples": 1000, "seconds": 1.5, "weights": "w", "model": "first", "precision": "fp32"}
+    shared: dict[str, Any] = {
+        "metric": "top1",
+        "num_samples": 1000,
+        "seconds": 1.5,
+        "weights": "w",
+        "model": "first",
+        "precision": "fp32",
+    }
     shared |= {"architecture": "ViT-S/16", "run": "r", "train": "", "images": "i"}
-    rows = [ResultRow(protocol="knn", data="Toys", setting=f"k={k}", value=value, **shared) for k, value in enumerate(ACCURACIES, start=8)]
+    rows = [
+        ResultRow(protocol="knn", data="Toys", setting=f"k={k}", value=value, **shared)
+        for k, value in enumerate(ACCURACIES, start=8)
+    ]
     rows.append(ResultRow(protocol="knn", data="ImageNet", setting="k=20", value=70.0, **shared))
     append_rows(first / "results/results.jsonl", rows)
     ablation = folder / "ablation/memory-size"
@@ -50,7 +60,9 @@ def test_the_page_has_every_section_and_no_console_errors(browser: Any, page: Pa
     assert ids[:4] == ["summary", "training", "results", "ablations"]
     assert ids[-1] == "reproduction"
     assert len(ids) > 5, "there are no sections of pictures"
-    assert all(browser.run("return [...document.querySelectorAll('main > section')].map(section => section.offsetHeight > 50)"))
+    assert all(
+        browser.run("return [...document.querySelectorAll('main > section')].map(section => section.offsetHeight > 50)")
+    )
     assert browser.console_errors() == []
 
 
@@ -58,8 +70,13 @@ def test_nothing_is_asked_of_the_network(browser: Any, page: Path) -> None:
     browser.open(page)
     asked = browser.requests()
     assert page.as_uri() in asked
-    assert [address for address in asked if address != page.as_uri() and not address.startswith(("data:", "blob:"))] == []
-    assert browser.run("return performance.getEntriesByType('resource').filter(e => !/^(data|blob):/.test(e.name)).length") == 0
+    assert [
+        address for address in asked if address != page.as_uri() and not address.startswith(("data:", "blob:"))
+    ] == []
+    assert (
+        browser.run("return performance.getEntriesByType('resource').filter(e => !/^(data|blob):/.test(e.name)).length")
+        == 0
+    )
 
 
 def test_the_file_is_small(page: Path) -> None:
@@ -68,7 +85,9 @@ def test_the_file_is_small(page: Path) -> None:
 
 def test_columns_are_sorted_by_click_and_by_keyboard(browser: Any, page: Path) -> None:
     browser.open(page)
-    values = browser.run("return [...document.querySelectorAll('#results th')].findIndex(heading => heading.innerText.startsWith('value'))")
+    values = browser.run(
+        "return [...document.querySelectorAll('#results th')].findIndex(heading => heading.innerText.startsWith('value'))"
+    )
     heading = f"#results th:nth-child({values + 1})"
     browser.press(f"{heading} button")
     assert column(browser, 0, values) == ["100.00", "71.50", "70.00", "44.00", "9.25"]
@@ -76,12 +95,17 @@ def test_columns_are_sorted_by_click_and_by_keyboard(browser: Any, page: Path) -
     browser.press(f"{heading} button", "\n")
     assert column(browser, 0, values) == ["9.25", "44.00", "70.00", "71.50", "100.00"]
     assert browser.run("return document.querySelector(arguments[0]).getAttribute('aria-sort')", heading) == "ascending"
-    assert browser.run("return document.querySelectorAll('#results table:first-of-type th[aria-sort=ascending]').length") == 1
+    assert (
+        browser.run("return document.querySelectorAll('#results table:first-of-type th[aria-sort=ascending]').length")
+        == 1
+    )
 
 
 def test_missing_values_stay_last_in_either_direction(browser: Any, page: Path) -> None:
     browser.open(page)
-    paper = browser.run("return [...document.querySelectorAll('#results th')].findIndex(heading => heading.innerText.includes('paper'))")
+    paper = browser.run(
+        "return [...document.querySelectorAll('#results th')].findIndex(heading => heading.innerText.includes('paper'))"
+    )
     for _ in range(2):
         browser.press(f"#results th:nth-child({paper + 1}) button")
         cells = column(browser, 0, paper)
@@ -93,7 +117,10 @@ def test_the_legend_hides_and_shows_a_run_in_all_charts(browser: Any, page: Path
     browser.open(page)
     assert num_lines(browser, "loss") == num_lines(browser, "knn_top1") == 2
     browser.press(".legend button[data-run='1']", " ")
-    assert browser.run("return document.querySelector('.legend button[data-run=\"1\"]').getAttribute('aria-pressed')") == "false"
+    assert (
+        browser.run("return document.querySelector('.legend button[data-run=\"1\"]').getAttribute('aria-pressed')")
+        == "false"
+    )
     assert num_lines(browser, "loss") == num_lines(browser, "knn_top1") == num_lines(browser, "knn_by_minutes") == 1
     browser.press(".legend button[data-run='1']")
     assert num_lines(browser, "loss") == 2
@@ -117,7 +144,9 @@ def test_the_axis_can_be_switched_except_where_it_is_the_point(browser: Any, pag
     assert "100" in browser.run(ticks, "loss")
     browser.press("button[data-axis=minutes]")
     assert browser.run(ticks, "loss")[-1] == "GPU-minutes"
-    assert browser.run("return [...document.querySelectorAll('[data-axis][aria-pressed=true]')].map(b => b.dataset.axis)") == ["minutes"]
+    assert browser.run(
+        "return [...document.querySelectorAll('[data-axis][aria-pressed=true]')].map(b => b.dataset.axis)"
+    ) == ["minutes"]
     browser.press("button[data-axis=epoch]")
     assert browser.run(ticks, "knn_by_minutes")[-1] == "GPU-minutes"
 
@@ -128,7 +157,9 @@ def test_pointing_at_a_chart_reads_the_nearest_point_of_each_run(browser: Any, p
         "const svg = document.querySelector('[data-chart=knn_top1] svg'), box = svg.getBoundingClientRect();"
         "svg.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 14, clientY: box.top + 50}))"
     )
-    read = "const box = document.querySelector('[data-chart=knn_top1] .readout'); return box.hidden ? null : box.innerText"
+    read = (
+        "const box = document.querySelector('[data-chart=knn_top1] .readout'); return box.hidden ? null : box.innerText"
+    )
     assert browser.run(read).split("\n") == ["epoch 10", "first", "70 %", "second", "60 %"]
     assert browser.run(
         "const box = document.querySelector('[data-chart=knn_top1] .readout').getBoundingClientRect(),"
@@ -182,7 +213,9 @@ def test_a_telephone_shows_it_without_scrolling_sideways(browser: Any, page: Pat
     browser.open(page, width=360)
     browser.run("document.querySelectorAll('details').forEach(details => { details.open = arguments[0]; })", opened)
     assert browser.run("return document.documentElement.scrollWidth") <= 360
-    assert browser.run("return document.querySelector('.table-box').scrollWidth > document.querySelector('.table-box').clientWidth")
+    assert browser.run(
+        "return document.querySelector('.table-box').scrollWidth > document.querySelector('.table-box').clientWidth"
+    )
 
 
 def test_a_telephone_shows_the_accuracy_first_and_that_there_is_more(browser: Any, page: Path) -> None:
@@ -204,12 +237,15 @@ def test_a_telephone_shows_the_accuracy_first_and_that_there_is_more(browser: An
 def edges_of(browser: Any, selector: str) -> tuple[int, int]:
     """How light the left and right edge of a box are, near its lower end, where no text stands."""
     box = browser.run(
-        "const {left, right, bottom} = document.querySelector(arguments[0]).getBoundingClientRect(); return {left, right, bottom}", selector
+        "const {left, right, bottom} = document.querySelector(arguments[0]).getBoundingClientRect(); return {left, right, bottom}",
+        selector,
     )
     picture = Image.open(io.BytesIO(browser.driver.get_screenshot_as_png())).convert("L")
     height = (
         box["bottom"]
-        - browser.run("const box = document.querySelector(arguments[0]); return box.offsetHeight - box.clientHeight", selector)
+        - browser.run(
+            "const box = document.querySelector(arguments[0]); return box.offsetHeight - box.clientHeight", selector
+        )
         - 14
     )
     left, right = (picture.getpixel((round(place), round(height))) for place in (box["left"] + 2, box["right"] - 3))
@@ -225,7 +261,10 @@ def test_raw_pixels_are_a_line_with_a_name(browser: Any, tmp_path: Path, write_r
             browser.run("return document.querySelector(`[data-chart=${arguments[0]}] .level-name`).textContent", chart)
             == "raw pixels 31.0 %"
         )
-        look = browser.run("return getComputedStyle(document.querySelector(`[data-chart=${arguments[0]}] .level`)).strokeDasharray", chart)
+        look = browser.run(
+            "return getComputedStyle(document.querySelector(`[data-chart=${arguments[0]}] .level`)).strokeDasharray",
+            chart,
+        )
         assert look != "none"
     assert browser.run("return document.querySelectorAll('.level').length") == 2
     assert browser.console_errors() == []
@@ -277,7 +316,9 @@ def test_lines_of_runs_stand_out_from_their_ground(browser: Any, page: Path, dar
 
 
 def luminance(colour: list[float]) -> float:
-    linear = [value / 255 / 12.92 if value / 255 <= 0.03928 else ((value / 255 + 0.055) / 1.055) ** 2.4 for value in colour]
+    linear = [
+        value / 255 / 12.92 if value / 255 <= 0.03928 else ((value / 255 + 0.055) / 1.055) ** 2.4 for value in colour
+    ]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -302,7 +343,9 @@ def test_on_paper_it_is_light_and_has_no_buttons(browser: Any, page: Path) -> No
     try:
         assert browser.run("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         for hidden in (".theme", ".segmented", ".copy", "nav"):
-            assert browser.run("return document.querySelector(arguments[0]).getClientRects().length", hidden) == 0, hidden
+            assert browser.run("return document.querySelector(arguments[0]).getClientRects().length", hidden) == 0, (
+                hidden
+            )
         assert browser.run("return document.querySelector('.legend').getClientRects().length") == 1
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": []})
@@ -317,20 +360,25 @@ def test_commands_are_copied(browser: Any, page: Path) -> None:
     assert browser.run("return document.querySelector('#reproduction button.copy').innerText") == "Copied"
 
 
-def test_names_of_runs_cannot_put_markup_into_the_page(browser: Any, tmp_path: Path, write_run: Callable[..., Path]) -> None:
+def test_names_of_runs_cannot_put_markup_into_the_page(
+    browser: Any, tmp_path: Path, write_run: Callable[..., Path]
+) -> None:
     odd = write_run(tmp_path / "<img src=x onerror=alert(1)>", has_backbone=False)
     other = write_run(tmp_path / "a & b", has_backbone=False)
     file = report([odd, other], output=tmp_path / "odd.html", figures=False).file
     browser.open(file)
     assert browser.run("return document.images.length") == 0
     assert browser.run("return document.querySelector('.legend button').innerText") == "<img src=x onerror=alert(1)>"
-    assert json.loads(browser.run("return document.getElementById('page-data').textContent"))["runs"][1] == {"label": "a & b"}
+    assert json.loads(browser.run("return document.getElementById('page-data').textContent"))["runs"][1] == {
+        "label": "a & b"
+    }
     assert browser.console_errors() == []
 
 
 def test_many_runs_of_long_names_fit_a_telephone(browser: Any, tmp_path: Path, write_run: Callable[..., Path]) -> None:
     runs = [
-        write_run(tmp_path / f"{'a-rather-long-name-of-a-run-' * 3}{number}", shift=number / 8, has_backbone=False) for number in range(8)
+        write_run(tmp_path / f"{'a-rather-long-name-of-a-run-' * 3}{number}", shift=number / 8, has_backbone=False)
+        for number in range(8)
     ]
     browser.open(report(runs, output=tmp_path / "many.html", figures=False).file, width=360)
     assert browser.run("return document.documentElement.scrollWidth") <= 360

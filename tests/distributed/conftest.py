@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 # The same small world and the same way of starting processes as in tests/endtoend.
-_specification = importlib.util.spec_from_file_location("massl_endtoend_world", Path(__file__).parents[1] / "endtoend" / "conftest.py")
+_specification = importlib.util.spec_from_file_location(
+    "massl_endtoend_world", Path(__file__).parents[1] / "endtoend" / "conftest.py"
+)
 assert _specification is not None
 assert _specification.loader is not None
 _world = importlib.util.module_from_spec(_specification)
@@ -24,7 +26,12 @@ def start_ranks(server: Any) -> Callable[..., list[Any]]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks), "GLOO_SOCKET_IFNAME": "lo"}
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(num_ranks),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
         return [server.start(*arguments, environment=environment) for environment in environments]
 

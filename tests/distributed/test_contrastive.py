@@ -1,4 +1,6 @@
-"""Contrastive methods in two processes, each with half of each batch: statistics, negatives and memory are those of the whole batch."""
+"""Contrastive methods in two processes, each with half of each batch: statistics, negatives and memory are those of the
+whole batch.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from massl.commands.methods import METHODS
 from massl.commands.recipe import load_recipe
+from massl.methods import METHODS
 
 NUM_STEPS = 4
 HEADS = {"projector": {"hidden_dim": 24, "out_dim": 8}, "predictor": {"hidden_dim": 24}}
@@ -15,8 +17,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mocov3": {**HEADS, "teacher": {"momentum": 0.9}},
     "nnclr": {**HEADS, "memory": {"num_rows": 40}},  # goes round in the third step
 }
-# AdamW blows up what rounding leaves of gradients that are exactly zero: the bias of the keys, and that of the backbone's last norm, which
-# the projector's batch norm takes away again. The latter is part of features.
+# AdamW blows up what rounding leaves of gradients that are exactly zero: the bias of the keys, and that of the
+# backbone's last norm, which the projector's batch norm takes away again. The latter is part of features.
 NOISE = ("qkv.bias", "model.norm.bias")
 OF_FEATURES = {"effective_rank", "feature_spread", "knn_top1"}
 
@@ -36,14 +38,22 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         },
         "method": {"name": request.param, **SETTINGS[request.param]},
         "optimizer": {"learning_rate": 0.02, "decayed": "all", "clip_norm": 0.0},
-        "trainer": {"batch_size": 16, "precision": "fp32", "device": "cpu", "log_every_steps": 1, "max_steps": NUM_STEPS},
+        "trainer": {
+            "batch_size": 16,
+            "precision": "fp32",
+            "device": "cpu",
+            "log_every_steps": 1,
+            "max_steps": NUM_STEPS,
+        },
         "probes": {"every_epochs": 1, "max_database": 61, "max_queries": 31},
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return lambda output: ["pretrain", "--recipe", tmp_path / "recipe.yaml", "--output", output]
 
 
-def test_two_ranks_train_and_probe_as_one_process(start_ranks: Any, massl_here: Any, options: Any, runs: Any, tmp_path: Path) -> None:
+def test_two_ranks_train_and_probe_as_one_process(
+    start_ranks: Any, massl_here: Any, options: Any, runs: Any, tmp_path: Path
+) -> None:
     processes = start_ranks(2, *options(tmp_path / "two"))
     alone = massl_here(*options(tmp_path / "one"))
     assert alone.status == 0, alone.text
@@ -63,6 +73,8 @@ def test_two_ranks_train_and_probe_as_one_process(start_ranks: Any, massl_here: 
     assert two.keys() == one.keys() == start.keys()
     kept = [key for key in start if not key.endswith(NOISE)]
     # The first steps of AdamW hardly depend on the size of a gradient, so where it is nearly zero its rounding shows.
-    difference, movement = (sum(float((one[key] - other[key]).double().square().sum()) for key in kept) for other in (two, start))
+    difference, movement = (
+        sum(float((one[key] - other[key]).double().square().sum()) for key in kept) for other in (two, start)
+    )
     assert movement > 1e-4
     assert difference < 0.02**2 * movement

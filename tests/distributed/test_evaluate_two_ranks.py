@@ -25,7 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backbone = build_backbone(settings, seed=0)
     path = tmp_path_factory.mktemp("model") / "backbone.safetensors"
     path.write_bytes(
-        backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32)
+        backbone_bytes(
+            backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32
+        )
     )
     return path
 
@@ -47,9 +49,45 @@ def options(model: Path, images: tuple[Path, Path]) -> Any:
     """Arguments of an evaluation, with batches that divide neither the images nor a process's share of them."""
 
     def make(output: Path, *more: str | Path, test: Path = images[1]) -> list[str | Path]:
-        probe = ["--linear.epochs", "3", "--linear.base_rates", "0.01", "0.1", "1", "--linear.batch_size", "16", "--linear.held_out", "0.2"]
-        given = ["--protocol", "knn", "linear", "--train", images[0], "--test", test, "--output", output, "--device", "cpu"]
-        return ["evaluate", model, *given, "--knn.ks", "3", "10", "--batch_size", "8", "--num_workers", "1", *probe, *more]
+        probe = [
+            "--linear.epochs",
+            "3",
+            "--linear.base_rates",
+            "0.01",
+            "0.1",
+            "1",
+            "--linear.batch_size",
+            "16",
+            "--linear.held_out",
+            "0.2",
+        ]
+        given = [
+            "--protocol",
+            "knn",
+            "linear",
+            "--train",
+            images[0],
+            "--test",
+            test,
+            "--output",
+            output,
+            "--device",
+            "cpu",
+        ]
+        return [
+            "evaluate",
+            model,
+            *given,
+            "--knn.ks",
+            "3",
+            "10",
+            "--batch_size",
+            "8",
+            "--num_workers",
+            "1",
+            *probe,
+            *more,
+        ]
 
     return make
 
@@ -81,11 +119,16 @@ def test_torchrun_measures_what_one_process_does(massl_here: Any, options: Any, 
     _assert_same_rows(rows, _rows(tmp_path / "one"))  # and each of them once
     assert shown.count("best over rates and epochs,") == 1  # only the first process talks
     assert error.count("knn on ") == 1
-    left = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) for folder in (tmp_path / "one", tmp_path / "two")]
+    left = [
+        sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+        for folder in (tmp_path / "one", tmp_path / "two")
+    ]
     assert left[0] == left[1]
 
 
-def test_one_process_and_two_find_each_other_s_results(start_ranks: Any, massl_here: Any, options: Any, tmp_path: Path) -> None:
+def test_one_process_and_two_find_each_other_s_results(
+    start_ranks: Any, massl_here: Any, options: Any, tmp_path: Path
+) -> None:
     assert massl_here(*options(tmp_path / "out", "--linear.crops", "centre")).status == 0
     before = (tmp_path / "out" / "results.jsonl").read_bytes()
     answers = [process.wait() for process in start_ranks(2, *options(tmp_path / "out", "--linear.crops", "centre"))]
@@ -95,9 +138,13 @@ def test_one_process_and_two_find_each_other_s_results(start_ranks: Any, massl_h
     assert (tmp_path / "out" / "results.jsonl").read_bytes() == before
 
 
-def test_failure_ends_all_processes_and_keeps_what_was_measured(start_ranks: Any, options: Any, images: Any, tmp_path: Path) -> None:
+def test_failure_ends_all_processes_and_keeps_what_was_measured(
+    start_ranks: Any, options: Any, images: Any, tmp_path: Path
+) -> None:
     more = ["--feature", "cls", "--linear.crops", "centre"]
-    processes = start_ranks(2, *options(tmp_path / "two", *more, "--protocol", "knn", "retrieval", "logreg", "--folder", tmp_path))
+    processes = start_ranks(
+        2, *options(tmp_path / "two", *more, "--protocol", "knn", "retrieval", "logreg", "--folder", tmp_path)
+    )
     answers = [process.wait() for process in processes]
     # What fails in one process may be under way in the other: going on would mix the features of two protocols.
     assert [answer.status for answer in answers] == [1, 1]
@@ -108,14 +155,31 @@ def test_failure_ends_all_processes_and_keeps_what_was_measured(start_ranks: Any
 
 
 def test_protocol_that_no_process_can_do_leaves_the_others(start_ranks: Any, images: Any, tmp_path: Path) -> None:
-    given = ["--protocol", "attention", "knn", "--train", images[0], "--test", images[1], "--output", tmp_path / "two", "--device", "cpu"]
-    answers = [process.wait() for process in start_ranks(2, "evaluate", "resnet18", "--feature", "pooled", "--image_size", "32", *given)]
+    given = [
+        "--protocol",
+        "attention",
+        "knn",
+        "--train",
+        images[0],
+        "--test",
+        images[1],
+        "--output",
+        tmp_path / "two",
+        "--device",
+        "cpu",
+    ]
+    answers = [
+        process.wait()
+        for process in start_ranks(2, "evaluate", "resnet18", "--feature", "pooled", "--image_size", "32", *given)
+    ]
     assert [answer.status for answer in answers] == [1, 1]
     assert answers[0].text.count("failed: attention on ") == 1
     assert {row["protocol"] for row in _rows(tmp_path / "two")} == {"knn"}
 
 
-def test_image_that_only_one_process_cannot_read_stops_both(start_ranks: Any, options: Any, images: Any, tmp_path: Path) -> None:
+def test_image_that_only_one_process_cannot_read_stops_both(
+    start_ranks: Any, options: Any, images: Any, tmp_path: Path
+) -> None:
     photos = tmp_path / "photos"
     for number, picture in enumerate(np.load(images[1])["images"]):
         folder = photos / str(number % NUM_CLASSES)
@@ -130,7 +194,9 @@ def test_image_that_only_one_process_cannot_read_stops_both(start_ranks: Any, op
     assert not (tmp_path / "two" / "results.jsonl").exists()
 
 
-def test_two_processes_write_one_file_of_features(start_ranks: Any, massl_here: Any, model: Path, images: Any, tmp_path: Path) -> None:
+def test_two_processes_write_one_file_of_features(
+    start_ranks: Any, massl_here: Any, model: Path, images: Any, tmp_path: Path
+) -> None:
     given = ["embed", model, "--data", images[0], "--batch_size", "8", "--device", "cpu", "--out"]
     answers = [process.wait() for process in start_ranks(2, *given, tmp_path / "two.npz")]
     assert [answer.status for answer in answers] == [0, 0], answers[0].text

@@ -12,11 +12,33 @@ SIZES = {"decoder.dim": "12", "decoder.depth": "1", "decoder.num_heads": "3", "h
 
 def options(recipe: Path, output: Path, *more: str) -> list[str | Path]:
     sizes = [text for key, value in SIZES.items() for text in (f"--method.{key}", value)]
-    given = ["--recipe", recipe, "--data.source", "demo:test", "--output", output, "--trainer.max_steps", str(NUM_STEPS)]
-    return ["pretrain", *given, "--method.name", "mae", *sizes, "--views.num_local", "0", "--probes.every_epochs", "0", *more]
+    given = [
+        "--recipe",
+        recipe,
+        "--data.source",
+        "demo:test",
+        "--output",
+        output,
+        "--trainer.max_steps",
+        str(NUM_STEPS),
+    ]
+    return [
+        "pretrain",
+        *given,
+        "--method.name",
+        "mae",
+        *sizes,
+        "--views.num_local",
+        "0",
+        "--probes.every_epochs",
+        "0",
+        *more,
+    ]
 
 
-def test_two_ranks_train_as_one_process(recipe: Path, start_ranks: Any, massl_here: Any, runs: Any, tmp_path: Path) -> None:
+def test_two_ranks_train_as_one_process(
+    recipe: Path, start_ranks: Any, massl_here: Any, runs: Any, tmp_path: Path
+) -> None:
     processes = start_ranks(2, *options(recipe, tmp_path / "two", "--trainer.accumulation_steps", "2"))
     answer = massl_here(*options(recipe, tmp_path / "one"))
     assert answer.status == 0, answer.text
@@ -29,4 +51,6 @@ def test_two_ranks_train_as_one_process(recipe: Path, start_ranks: Any, massl_he
     assert abs(rows[-1]["loss"] - rows[0]["loss"]) > 1e-3  # it has moved, so gradients were compared too
     state, expected_state = (runs.state(tmp_path / name)["method"] for name in ("two", "one"))
     for key in ("decoder.mask_token", "decoder.predict.weight", "backbone.model.cls_token"):
-        torch.testing.assert_close(state[key], expected_state[key], atol=1e-4, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            state[key], expected_state[key], atol=1e-4, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
+        )

@@ -10,12 +10,23 @@ NUM_STEPS = 6
 
 
 def options(recipe: Path, output: Path, *more: str, num_classes: int = 10) -> list[str | Path]:
-    given = ["--recipe", recipe, "--data.source", "demo:test", "--output", output, "--trainer.max_steps", str(NUM_STEPS)]
+    given = [
+        "--recipe",
+        recipe,
+        "--data.source",
+        "demo:test",
+        "--output",
+        output,
+        "--trainer.max_steps",
+        str(NUM_STEPS),
+    ]
     method = ["--method.name", "supervised", "--method.num_classes", str(num_classes)]
     return ["pretrain", *given, *method, "--views.num_local", "0", "--probes.every_epochs", "0", *more]
 
 
-def test_without_mixing_two_ranks_train_as_one_process(recipe: Path, start_ranks: Any, massl_here: Any, runs: Any, tmp_path: Path) -> None:
+def test_without_mixing_two_ranks_train_as_one_process(
+    recipe: Path, start_ranks: Any, massl_here: Any, runs: Any, tmp_path: Path
+) -> None:
     unmixed = ["--method.mixup_alpha", "0", "--method.cutmix_alpha", "0"]
     processes = start_ranks(2, *options(recipe, tmp_path / "two", *unmixed, "--trainer.accumulation_steps", "2"))
     answer = massl_here(*options(recipe, tmp_path / "one", *unmixed))
@@ -30,7 +41,9 @@ def test_without_mixing_two_ranks_train_as_one_process(recipe: Path, start_ranks
     assert abs(rows[-1]["loss"] - rows[0]["loss"]) > 1e-3  # it has moved, so gradients were compared too
     state, expected_state = (runs.state(tmp_path / name)["method"] for name in ("two", "one"))
     for key in ("encoder.head.weight", "encoder.backbone.model.cls_token"):
-        torch.testing.assert_close(state[key], expected_state[key], atol=1e-4, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            state[key], expected_state[key], atol=1e-4, rtol=0, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 def test_with_mixing_two_ranks_stay_together(recipe: Path, start_ranks: Any, runs: Any, tmp_path: Path) -> None:
@@ -39,7 +52,9 @@ def test_with_mixing_two_ranks_stay_together(recipe: Path, start_ranks: Any, run
     assert len(runs.rows(tmp_path / "two")) == NUM_STEPS + 1
 
 
-def test_labels_beyond_the_classes_stop_the_run_before_its_first_step(recipe: Path, massl_here: Any, tmp_path: Path) -> None:
+def test_labels_beyond_the_classes_stop_the_run_before_its_first_step(
+    recipe: Path, massl_here: Any, tmp_path: Path
+) -> None:
     answer = massl_here(*options(recipe, tmp_path / "bad", num_classes=3))
     assert answer.status == 1
     assert "method.num_classes is 3" in answer.text

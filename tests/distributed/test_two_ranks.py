@@ -17,11 +17,22 @@ PROBE_KEYS = {"knn_top1", "effective_rank", "embedding_spread", "teacher_entropy
 
 @pytest.fixture
 def options(recipe: Path) -> Callable[..., list[str | Path]]:
-    """Pre-training on 2,000 small pictures, 250 steps an epoch; a probe every 15 steps, its sets of images odd in number."""
+    """Pre-training on 2,000 small pictures, 250 steps an epoch; a probe every 15 steps, its sets of images odd in
+    number.
+    """
 
     def make(output: Path, *more: str, max_steps: int = NUM_STEPS) -> list[str | Path]:
         probes = ["--probes.every_epochs", "0.06", "--probes.max_database", "61", "--probes.max_queries", "31"]
-        given = ["--recipe", recipe, "--data.source", "demo:test", "--output", output, "--trainer.max_steps", str(max_steps)]
+        given = [
+            "--recipe",
+            recipe,
+            "--data.source",
+            "demo:test",
+            "--output",
+            output,
+            "--trainer.max_steps",
+            str(max_steps),
+        ]
         return ["pretrain", *given, *probes, *more]
 
     return make
@@ -63,12 +74,22 @@ def _assert_same_training(runs: Any, run: Path, reference: Path) -> None:
     assert method["memory.cursor"] == expected_method["memory.cursor"]
 
 
-@pytest.mark.parametrize(("drop_path_rate", "accumulation_steps"), [("0.0", "1"), ("0.3", "2")], ids=["plain", "drop path, two parts"])
+@pytest.mark.parametrize(
+    ("drop_path_rate", "accumulation_steps"), [("0.0", "1"), ("0.3", "2")], ids=["plain", "drop path, two parts"]
+)
 def test_two_ranks_train_and_probe_as_one_process(
-    drop_path_rate: str, accumulation_steps: str, start_ranks: Any, one_process: Any, options: Any, runs: Any, tmp_path: Path
+    drop_path_rate: str,
+    accumulation_steps: str,
+    start_ranks: Any,
+    one_process: Any,
+    options: Any,
+    runs: Any,
+    tmp_path: Path,
 ) -> None:
     drop_path = ["--backbone.drop_path_rate", drop_path_rate]
-    processes = start_ranks(2, *options(tmp_path / "two", *drop_path, "--trainer.accumulation_steps", accumulation_steps))
+    processes = start_ranks(
+        2, *options(tmp_path / "two", *drop_path, "--trainer.accumulation_steps", accumulation_steps)
+    )
     reference = one_process(*drop_path)
     _assert_all_finished(processes)
     _assert_same_training(runs, tmp_path / "two", reference)
@@ -99,16 +120,22 @@ def test_run_of_one_process_continues_on_two_and_back_on_one(
     assert answer.status == 0
     assert "continuing at step 13 of 20" in answer.text
     reference = one_process(*no_probes, max_steps=20)
-    assert [row["loss"] for row in runs.rows(run)] == pytest.approx([row["loss"] for row in runs.rows(reference)], abs=1e-5)
+    assert [row["loss"] for row in runs.rows(run)] == pytest.approx(
+        [row["loss"] for row in runs.rows(reference)], abs=1e-5
+    )
     memory, expected = (runs.state(folder)["method"]["memory.rows"] for folder in (run, reference))
     torch.testing.assert_close(memory, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("signalled", [[0, 1], [1]], ids=["both", "only the second"])
-def test_signal_stops_all_ranks_at_the_same_step(signalled: list[int], start_ranks: Any, options: Any, runs: Any, tmp_path: Path) -> None:
+def test_signal_stops_all_ranks_at_the_same_step(
+    signalled: list[int], start_ranks: Any, options: Any, runs: Any, tmp_path: Path
+) -> None:
     run = tmp_path / "two"
     processes = start_ranks(2, *options(run, "--probes.every_epochs", "0", max_steps=1000))
-    processes[0].wait_until(lambda: (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > 2)
+    processes[0].wait_until(
+        lambda: (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > 2
+    )
     for rank in signalled:
         os.kill(processes[rank].pid, signal.SIGTERM)
     answers = [process.wait() for process in processes]

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/README.md")] + sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/README.md")] + sorted(
+    (ROOT / "docs").rglob("*.md")
+)
 _BLOCK = re.compile(r"^```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
@@ -30,7 +32,10 @@ class Document:
     @property
     def blocks(self) -> list["Block"]:
         text = self.text
-        return [Block(self, text[: found.start()].count("\n") + 1, found["language"], found["text"]) for found in _BLOCK.finditer(text)]
+        return [
+            Block(self, text[: found.start()].count("\n") + 1, found["language"], found["text"])
+            for found in _BLOCK.finditer(text)
+        ]
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,15 @@ def documents() -> list[Document]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`document` goes through all documents, `document_with_python` through those that show Python, `bash_block` through such blocks."""
+    """`document` goes through all documents, `document_with_python` through those that show Python, `bash_block`
+    through such blocks.
+    """
     documents = [Document(path) for path in DOCUMENTS]
     values: dict[str, list[Document] | list[Block]] = {
         "document": documents,
-        "document_with_python": [document for document in documents if any(block.language == "python" for block in document.blocks)],
+        "document_with_python": [
+            document for document in documents if any(block.language == "python" for block in document.blocks)
+        ],
         "bash_block": [block for document in documents for block in document.blocks if block.language == "bash"],
         "yaml_block": [block for document in documents for block in document.blocks if block.language == "yaml"],
     }

@@ -16,9 +16,9 @@ import pytest
 import torch.distributed.run
 
 from massl import cli
-from massl.commands.ablate import parse_overrides
-from massl.commands.ablation_grids import plan_grid
-from massl.commands.compare import _trainings
+from massl.commands.ablate.command import parse_overrides
+from massl.commands.ablate.grids import plan_grid
+from massl.commands.compare.command import _trainings
 from massl.commands.recipe import load_recipe, recipe_header, shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,9 @@ WITHOUT_CODE = {"CHANGELOG.md", "benchmarks/README.md", "docs/api.md", "docs/arc
 PARTS = {"torchrun -m massl pretrain", "torchrun --nproc-per-node 8 -m"}
 _INLINE = re.compile(r"`((?:massl|torchrun|make|pip|python) [^`]+)`")
 _PLACEHOLDER = re.compile(r"\.\.\.|\bCOMMAND\b|\bNAME\b|\bPATH\b|\bDIR\b|\bFOLDER_OR_TAR\b")
-_FOR_LOOP = re.compile(r"^for (?P<name>\w+) in (?P<words>[^\n]*?); do\n(?P<body>.*?)^done$", flags=re.MULTILINE | re.DOTALL)
+_FOR_LOOP = re.compile(
+    r"^for (?P<name>\w+) in (?P<words>[^\n]*?); do\n(?P<body>.*?)^done$", flags=re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# ---- reading a block -------------------------------------------------------------------------------------------------------------------
+# ---- reading a block -------------------------------------------------------------------------------------------------
 
 
 def commands_in(script: str) -> list[list[str]]:
@@ -53,10 +55,12 @@ def commands_in(script: str) -> list[list[str]]:
 
 def test_loops_are_unrolled_and_comments_left_out() -> None:
     script = 'for kind in "a --b 1" c; do\n    massl ablate $kind \\\n        --plan True  # all\ndone\nmake demo\n'
-    assert commands_in(script) == [["massl", "ablate", *kind, "--plan", "True"] for kind in (["a", "--b", "1"], ["c"])] + [["make", "demo"]]
+    assert commands_in(script) == [
+        ["massl", "ablate", *kind, "--plan", "True"] for kind in (["a", "--b", "1"], ["c"])
+    ] + [["make", "demo"]]
 
 
-# ---- one check a program ---------------------------------------------------------------------------------------------------------------
+# ---- one check a program ---------------------------------------------------------------------------------------------
 
 
 def check(words: list[str]) -> None:
@@ -124,7 +128,9 @@ def check_torchrun(arguments: list[str]) -> None:
 
 def check_make(arguments: list[str]) -> None:
     for target in arguments:
-        assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE), f"no target {target}"
+        assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE), (
+            f"no target {target}"
+        )
 
 
 def check_pip(arguments: list[str]) -> None:
@@ -194,12 +200,18 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
 }
 
 
-# ---- the documents ---------------------------------------------------------------------------------------------------------------------
+# ---- the documents ---------------------------------------------------------------------------------------------------
 
 
 def test_every_command_of_massl_is_checked_and_shown_somewhere(documents: list[Any]) -> None:
     assert set(MASSL_CHECKS) == set(cli.COMMANDS)
-    shown = [words for document in documents for block in document.blocks if block.language == "bash" for words in commands_in(block.text)]
+    shown = [
+        words
+        for document in documents
+        for block in document.blocks
+        if block.language == "bash"
+        for words in commands_in(block.text)
+    ]
     assert {words[1] for words in shown if words[0] == "massl"} == set(cli.COMMANDS)
 
 
@@ -228,7 +240,9 @@ def test_every_command_in_running_text_is_understood(document: Any, workplace: P
             assert words[0] in CHECKS
             assert words[0] != "massl" or words[1] in {*cli.COMMANDS, "COMMAND"}
         else:  # running text may leave out where to
-            check(words if "--output" in words or words[:2] != ["massl", "ablate"] else [*words, "--output", "runs/any"])
+            check(
+                words if "--output" in words or words[:2] != ["massl", "ablate"] else [*words, "--output", "runs/any"]
+            )
 
 
 @pytest.mark.parametrize("name", shipped_recipes())

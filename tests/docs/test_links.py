@@ -1,4 +1,6 @@
-"""Links between documents lead somewhere, as a reader of the repository follows them; and what two files both say is the same."""
+"""Links between documents lead somewhere, as a reader of the repository follows them; and what two files both say is
+the same.
+"""
 
 import re
 from pathlib import Path
@@ -14,7 +16,10 @@ _LINK = re.compile(r"\]\((?P<target>[^)#:\s]*)(?:#(?P<anchor>[^)\s]*))?\)")
 def anchors_in(text: str) -> set[str]:
     """Of the headings, as repository pages name them; code blocks may hold lines that look like headings."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    return {slugify(case="lower")(heading.replace("`", ""), "-") for heading in re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)}
+    return {
+        slugify(case="lower")(heading.replace("`", ""), "-")
+        for heading in re.findall(r"^#+ (.*)$", prose, flags=re.MULTILINE)
+    }
 
 
 def test_links_of_a_document_lead_somewhere(document: Any) -> None:
@@ -22,11 +27,16 @@ def test_links_of_a_document_lead_somewhere(document: Any) -> None:
         target = (document.path.parent / link["target"]).resolve() if link["target"] else document.path
         assert target.exists(), f"{document.name} points to {link['target']}"
         if link["anchor"]:
-            assert link["anchor"] in anchors_in(target.read_text(encoding="utf-8")), f"{document.name} points to {link[0]}"
+            assert link["anchor"] in anchors_in(target.read_text(encoding="utf-8")), (
+                f"{document.name} points to {link[0]}"
+            )
 
 
 def test_a_missing_heading_is_noticed() -> None:
-    assert anchors_in("# One\n\n```bash\n# no heading\n```\n\n## The `massl` way, k-NN\n") == {"one", "the-massl-way-k-nn"}
+    assert anchors_in("# One\n\n```bash\n# no heading\n```\n\n## The `massl` way, k-NN\n") == {
+        "one",
+        "the-massl-way-k-nn",
+    }
 
 
 def test_the_page_on_citing_says_what_the_citation_file_says() -> None:

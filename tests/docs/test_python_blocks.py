@@ -1,7 +1,8 @@
 """The Python that the documents show runs: all blocks of a document, one after the other, in one namespace.
 
-What a reader brings along is small here: `photos/` holds six images, `runs/photos` an untrained ViT-S/16, `images` two random ones. Two
-functions would train for long: `massl.pretrain` resolves its recipe and returns without training, `ablate` stops each run after two steps.
+What a reader brings along is small here: `photos/` holds six images, `runs/photos` an untrained ViT-S/16, `images` two
+random ones. Two functions would train for long: `massl.pretrain` resolves its recipe and returns without training,
+`ablate` stops each run after two steps.
 """
 
 import inspect
@@ -17,7 +18,7 @@ import torch
 from PIL import Image
 
 import massl
-import massl.commands.ablate
+import massl.commands.ablate.command
 from massl.commands.pretrain import PretrainResult, _resolve
 from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper
@@ -31,7 +32,9 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 def vit_small_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = BackboneSettings(name="vit_small_patch16_224").timm_arguments()
     path = tmp_path_factory.mktemp("weights") / BACKBONE_FILE
-    path.write_bytes(backbone_bytes(create_timm_model(arguments), timm_arguments=arguments, mean=_MEAN, std=_STD, image_size=224))
+    path.write_bytes(
+        backbone_bytes(create_timm_model(arguments), timm_arguments=arguments, mean=_MEAN, std=_STD, image_size=224)
+    )
     return path
 
 
@@ -52,19 +55,21 @@ def readers_folder(tmp_path: Path, vit_small_file: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def quick_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    real_pretrain, real_ablate = massl.pretrain, massl.commands.ablate.ablate
+    real_pretrain, real_ablate = massl.pretrain, massl.commands.ablate.command.ablate
 
     def pretrain(*arguments: Any, **options: Any) -> PretrainResult:
         given = inspect.signature(real_pretrain).bind(*arguments, **options).arguments
         _resolve(given["recipe"], given.get("data"), given.get("overrides") or {})
-        return PretrainResult(folder=Path(given["output"]), step=1, finished=True, signal_number=None, metrics=[{"loss": 1.0}])
+        return PretrainResult(
+            folder=Path(given["output"]), step=1, finished=True, signal_number=None, metrics=[{"loss": 1.0}]
+        )
 
     def ablate(*arguments: Any, **options: Any) -> Any:
         short = {"trainer.max_steps": 2, "trainer.batch_size": 8, "probes.max_queries": 20, "probes.max_database": 50}
         return real_ablate(*arguments, **{**options, "overrides": {**options["overrides"], **short}})
 
     monkeypatch.setattr(massl, "pretrain", pretrain)
-    monkeypatch.setattr(massl.commands.ablate, "ablate", ablate)
+    monkeypatch.setattr(massl.commands.ablate.command, "ablate", ablate)
 
 
 def run_blocks(document: Any) -> dict[str, Any]:
@@ -81,11 +86,15 @@ def shown(documents: list[Any]) -> Callable[[str], dict[str, Any]]:
     return lambda name: run_blocks(next(document for document in documents if document.name == name))
 
 
-def test_the_python_blocks_of_a_document_run(document_with_python: Any, readers_folder: Path, quick_training: None) -> None:
+def test_the_python_blocks_of_a_document_run(
+    document_with_python: Any, readers_folder: Path, quick_training: None
+) -> None:
     assert len(run_blocks(document_with_python)) > 3
 
 
-def test_the_readme_loads_a_backbone_of_384_features(shown: Callable[[str], Any], readers_folder: Path, quick_training: None) -> None:
+def test_the_readme_loads_a_backbone_of_384_features(
+    shown: Callable[[str], Any], readers_folder: Path, quick_training: None
+) -> None:
     assert shown("README.md")["features"].shape == (2, 384)
 
 
@@ -100,10 +109,15 @@ def test_the_whole_loop_with_the_memory_loss_fills_its_memory(shown: Callable[[s
 def test_the_method_of_your_own_takes_a_step(shown: Callable[[str], Any]) -> None:
     world = shown("docs/methods.md")
     options: dict[str, int | float | str | bool] = {"embed_dim": 32, "depth": 1, "num_heads": 2}
-    backbone = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=8, drop_path_rate=0.0, timm_options=options)
+    backbone = BackboneSettings(
+        name="vit_tiny_patch16_224", image_size=16, patch_size=8, drop_path_rate=0.0, timm_options=options
+    )
     method = world["Mine"](world["MySettings"](), backbone, seed=0)
     views = ViewBatch(
-        global_views=torch.rand(2, 3, 3, 16, 16), local_views=None, image_indices=torch.arange(3), labels=torch.zeros(3).long()
+        global_views=torch.rand(2, 3, 3, 16, 16),
+        local_views=None,
+        image_indices=torch.arange(3),
+        labels=torch.zeros(3).long(),
     )
     hyper = StepHyper(step=0, epoch=0, learning_rate=0.1, weight_decay=0.0, own={})
     output = method(views, hyper)

@@ -69,7 +69,17 @@ def read(folder: Path) -> Site:
 
 
 def build(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml"), "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(ROOT / "mkdocs.yml"),
+        "--site-dir",
+        str(folder),
+    ]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
 
 
@@ -91,14 +101,19 @@ def problems_of(site: Site) -> list[str]:
                 found += [f"{name} loads {target}"] if target in page.fetched else []
             elif parts.scheme == "":
                 if name == "404.html" and parts.path.startswith("/"):
-                    path = site.folder / unquote(parts.path.lstrip("/"))  # shown for any address, so its links start at the root
+                    # shown for any address, so its links start at the root
+                    path = site.folder / unquote(parts.path.lstrip("/"))
                 else:
                     path = (site.folder / name).parent / unquote(parts.path) if parts.path else site.folder / name
                 path = path / "index.html" if path.is_dir() else path
                 inside = str(path.resolve().relative_to(site.folder.resolve()))
                 if not path.is_file():
                     found.append(f"{name} points to {target}, which is not there")
-                elif parts.fragment and inside in site.pages and unquote(parts.fragment) not in site.pages[inside].anchors:
+                elif (
+                    parts.fragment
+                    and inside in site.pages
+                    and unquote(parts.fragment) not in site.pages[inside].anchors
+                ):
                     found.append(f"{name} points to {target}, which has no such place")
     return found
 
@@ -163,5 +178,7 @@ def test_the_api_page_shows_every_public_function(site: Site) -> None:
     ],
 )
 def test_what_is_wrong_with_a_page_is_noticed(body: str, problem: str, tmp_path: Path) -> None:
-    (tmp_path / "a.html").write_text(f"<html><head><title>A</title></head><body id='here'><a href='#here'>x</a>{body}</body></html>")
+    (tmp_path / "a.html").write_text(
+        f"<html><head><title>A</title></head><body id='here'><a href='#here'>x</a>{body}</body></html>"
+    )
     assert problems_of(read(tmp_path)) == [problem]

@@ -37,7 +37,14 @@ TINY_RECIPE: dict[str, Any] = {
         "memory": {"num_rows": 32, "block_size": 8},
     },
     "optimizer": {"learning_rate": 1e-2},
-    "trainer": {"epochs": 4, "batch_size": 8, "precision": "fp32", "device": "cpu", "log_every_steps": 1, "checkpoint_every_steps": 4},
+    "trainer": {
+        "epochs": 4,
+        "batch_size": 8,
+        "precision": "fp32",
+        "device": "cpu",
+        "log_every_steps": 1,
+        "checkpoint_every_steps": 4,
+    },
     "probes": {"every_epochs": 1, "max_queries": 16, "num_neighbours": 3},
 }
 
@@ -92,7 +99,9 @@ class ForkServer:
         script = Path(__file__).with_name("fork_server.py")
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-W", "always::ResourceWarning", str(script)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
         self._started = False
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -107,11 +116,18 @@ class ForkServer:
         return answer
 
     def start(self, *arguments: str | Path, environment: dict[str, str] | None = None, **hooks: list[Any]) -> Process:
-        """`massl ARGUMENTS` in a process of its own; `hooks` are functions of fork_server.py and what to call them with."""
+        """`massl ARGUMENTS` in a process of its own; `hooks` are functions of fork_server.py and what to call them
+        with.
+        """
         self._num_started += 1
         log = self._logs / f"{self._num_started}.txt"
         log.touch()
-        job = {"arguments": [str(argument) for argument in arguments], "log": str(log), "environment": environment or {}, "hooks": hooks}
+        job = {
+            "arguments": [str(argument) for argument in arguments],
+            "log": str(log),
+            "environment": environment or {},
+            "hooks": hooks,
+        }
         return Process(self, self.ask(job)["pid"], log)
 
     def run(self, *arguments: str | Path, **hooks: list[Any]) -> Answer:
@@ -208,7 +224,10 @@ def difference(left: Any, right: Any, where: str) -> str | None:
 
 
 def rows_without_time(run: Path) -> list[dict[str, float]]:
-    return [{key: value for key, value in row.items() if key not in TIMING_KEYS} for row in read_metrics(run / "metrics.jsonl")]
+    return [
+        {key: value for key, value in row.items() if key not in TIMING_KEYS}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
 
 
 @dataclass(frozen=True)

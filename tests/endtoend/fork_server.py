@@ -1,7 +1,9 @@
-"""Starts `massl` commands as processes of their own, without a new interpreter each time (an import of massl takes 4 s).
+"""Starts `massl` commands as processes of their own, without a new interpreter each time (an import of massl takes 4
+s).
 
-This process imports massl once and then forks a child for each job, read from stdin as one JSON line. It computes nothing itself: children
-inherit a single thread. A child runs `massl.cli.main` and then leaves as a Python process does: threads joined, exit functions called.
+This process imports massl once and then forks a child for each job, read from stdin as one JSON line. It computes
+nothing itself: children inherit a single thread. A child runs `massl.cli.main` and then leaves as a Python process
+does: threads joined, exit functions called.
 """
 
 import atexit
@@ -51,7 +53,9 @@ def count_events(path: str) -> None:
 
 
 def kill_at_event(num_events: int) -> None:
-    """kill -9 at the given call or return, counted as above: anywhere between two machine-independent moments of the run."""
+    """kill -9 at the given call or return, counted as above: anywhere between two machine-independent moments of the
+    run.
+    """
     left = num_events
 
     def count_down(*_: object) -> None:
@@ -116,7 +120,9 @@ def kill_in_half_a_metrics_line(nth: int) -> None:
 
 
 def limit_file_size(num_bytes: int) -> None:
-    """Writing beyond this size fails, as on a full disk (EFBIG in place of ENOSPC; Python ignores the signal that comes with it)."""
+    """Writing beyond this size fails, as on a full disk (EFBIG in place of ENOSPC; Python ignores the signal that comes
+    with it).
+    """
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import massl
-from massl.commands.ablate import AblationResult, ablate
+from massl.commands.ablate.command import AblationResult, ablate
 from massl.training.trainer import Trainer
 
 # 3 of 1,000 steps each on 8,000 images; the recipe has K=32 and N_b=8.
@@ -22,8 +22,12 @@ FEW_STEPS: dict[str, Any] = {
 }
 
 
-def _ablate(recipe: Path, output: Path, *, kind: Any = "block-size", values: tuple[int, ...] = (8, 16), **changes: Any) -> AblationResult:
-    return ablate(kind, recipe=recipe, data="demo:train", output=output, values=values, **{"overrides": FEW_STEPS, **changes})
+def _ablate(
+    recipe: Path, output: Path, *, kind: Any = "block-size", values: tuple[int, ...] = (8, 16), **changes: Any
+) -> AblationResult:
+    return ablate(
+        kind, recipe=recipe, data="demo:train", output=output, values=values, **{"overrides": FEW_STEPS, **changes}
+    )
 
 
 def _states(result: AblationResult) -> list[tuple[int, str, str]]:
@@ -105,7 +109,9 @@ def test_blockwise_runs_stand_beside_the_random_ones_that_block_size_made(
     assert shared.folder == random.report.points[0].runs[0].folder
     assert Path(blockwise.folder) == output / "block-sampling" / "blockwise-N_b-8"
     assert massl.load_backbone(blockwise.folder)
-    measured = massl.evaluate(shared.folder, output=output / "again", protocol="knn", train="demo:test", test="demo:test")
+    measured = massl.evaluate(
+        shared.folder, output=output / "again", protocol="knn", train="demo:test", test="demo:test"
+    )
     top1 = {row.setting.partition(",")[0]: row.value for row in measured.rows if row.metric == "top1"}
     assert shared.evaluated == {k: top1[f"k={k}"] for k in (10, 20, 100, 200)}
     assert shared.accuracy == top1["k=20"]
@@ -135,7 +141,9 @@ def test_mistakes_are_told_before_anything_is_written(
     options: list[str], status: int, message: str, recipe: Path, massl_here: Any, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    answer = massl_here("ablate", "block-size", "--recipe", recipe, "--data.source", "demo:train", "--output", output, *options)
+    answer = massl_here(
+        "ablate", "block-size", "--recipe", recipe, "--data.source", "demo:train", "--output", output, *options
+    )
     assert answer.status == status, answer.text
     assert message in answer.text
     assert not output.exists()
@@ -147,5 +155,7 @@ def test_the_plan_is_printed_and_nothing_trained(recipe: Path, massl_here: Any, 
     answer = massl_here("ablate", "block-size", "--recipe", recipe, *options)
     assert answer.status == 0
     folders = [output / "block-size" / f"N_b-{value}" for value in (8, 16)]
-    assert answer.output.splitlines() == [f"massl pretrain --recipe {folder}/recipe.yaml --output {folder}" for folder in folders]
+    assert answer.output.splitlines() == [
+        f"massl pretrain --recipe {folder}/recipe.yaml --output {folder}" for folder in folders
+    ]
     assert not list(output.rglob("metrics.jsonl"))

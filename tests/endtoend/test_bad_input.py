@@ -1,4 +1,6 @@
-"""Whatever is wrong with images, recipe, disk or loss: a message that says what to do, a status that is not 0, no traceback."""
+"""Whatever is wrong with images, recipe, disk or loss: a message that says what to do, a status that is not 0, no
+traceback.
+"""
 
 import errno
 import json
@@ -30,7 +32,16 @@ def pretrain(massl_here: Any, recipe: Path, archive: Path, tmp_path: Path) -> Ca
     """pretrain("--some.option", "value", source=...): two steps of the tiny recipe into tmp_path/run, in this process."""
 
     def run(*options: str | Path, source: Path | str = archive, max_steps: int = 2) -> Any:
-        given = ["--recipe", recipe, "--data.source", source, "--output", tmp_path / "run", "--trainer.max_steps", str(max_steps)]
+        given = [
+            "--recipe",
+            recipe,
+            "--data.source",
+            source,
+            "--output",
+            tmp_path / "run",
+            "--trainer.max_steps",
+            str(max_steps),
+        ]
         return massl_here("pretrain", *given, "--probes.every_epochs", "0", *options)
 
     return run
@@ -40,22 +51,31 @@ def pretrain(massl_here: Any, recipe: Path, archive: Path, tmp_path: Path) -> Ca
 
 
 def test_missing_folder_is_named(pretrain: Any, tmp_path: Path) -> None:
-    _assert_refused(pretrain(source=tmp_path / "nowhere"), f"{tmp_path}/nowhere is not there; expected a folder of images")
+    _assert_refused(
+        pretrain(source=tmp_path / "nowhere"), f"{tmp_path}/nowhere is not there; expected a folder of images"
+    )
 
 
 def test_empty_folder_is_named_with_what_was_expected(pretrain: Any, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "notes.txt").write_text("no image")
-    _assert_refused(pretrain(source=tmp_path / "photos"), f"{tmp_path}/photos holds no images; expected .jpg .jpeg .png")
+    _assert_refused(
+        pretrain(source=tmp_path / "photos"), f"{tmp_path}/photos holds no images; expected .jpg .jpeg .png"
+    )
 
 
 def test_unknown_scheme_and_missing_archive_are_named(pretrain: Any, tmp_path: Path) -> None:
     _assert_refused(pretrain(source="dmo:train"), "unknown scheme 'dmo'. Did you mean 'demo'?")
-    _assert_refused(pretrain("--output", tmp_path / "other", source=tmp_path / "nothing.npz"), "nothing.npz is not there")
+    _assert_refused(
+        pretrain("--output", tmp_path / "other", source=tmp_path / "nothing.npz"), "nothing.npz is not there"
+    )
 
 
 def test_fewer_images_than_one_batch_are_refused(pretrain: Any, make_folder: Any) -> None:
-    _assert_refused(pretrain(source=make_folder("photos", 5)), "5 images make no batch of 8; lower --trainer.batch_size or add images")
+    _assert_refused(
+        pretrain(source=make_folder("photos", 5)),
+        "5 images make no batch of 8; lower --trainer.batch_size or add images",
+    )
 
 
 def test_mistake_corrected_in_a_second_try_goes_on_in_the_same_output(pretrain: Any, tmp_path: Path) -> None:
@@ -69,7 +89,8 @@ def test_unreadable_images_are_skipped_and_each_is_named_once(pretrain: Any, mak
     (photos / "007.png").write_bytes(b"not an image")
     whole = (photos / "031.png").read_bytes()
     (photos / "031.png").write_bytes(whole[: len(whole) // 2])
-    answer = pretrain("--probes.every_epochs", "1", source=photos, max_steps=12)  # two epochs and three probes meet each of them
+    # two epochs and three probes meet each of them
+    answer = pretrain("--probes.every_epochs", "1", source=photos, max_steps=12)
     assert answer.status == 0, answer.text
     assert answer.error.count("skipped an unreadable image") == 2
     assert answer.text.count("skipped an unreadable image: 007.png: no image in a known format (JPEG") == 1
@@ -99,7 +120,9 @@ def test_unknown_backbone_gets_a_suggestion(pretrain: Any) -> None:
     _assert_refused(pretrain("--backbone.name", "resnet_18"), "timm has no model 'resnet_18'. Did you mean 'resnet18'?")
 
 
-def test_option_that_timm_does_not_know_is_refused(massl_here: Any, recipe: Path, archive: Path, tmp_path: Path) -> None:
+def test_option_that_timm_does_not_know_is_refused(
+    massl_here: Any, recipe: Path, archive: Path, tmp_path: Path
+) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(recipe.read_text().replace("embed_dim:", "embed_dims:"))
     answer = massl_here("pretrain", "--recipe", wrong, "--data.source", archive, "--output", tmp_path / "run")
@@ -108,17 +131,26 @@ def test_option_that_timm_does_not_know_is_refused(massl_here: Any, recipe: Path
 
 def test_unknown_recipe_lists_the_shipped_ones_and_suggests(massl_here: Any, tmp_path: Path) -> None:
     answer = massl_here("pretrain", "--recipe", "massl-vits-16", "--output", tmp_path / "run")
-    _assert_refused(answer, "no recipe 'massl-vits-16'", "demo, dino-cifar", "massl-vitb16, massl-vits16", "Did you mean 'massl-vits16'?")
+    _assert_refused(
+        answer,
+        "no recipe 'massl-vits-16'",
+        "demo, dino-cifar",
+        "massl-vitb16, massl-vits16",
+        "Did you mean 'massl-vits16'?",
+    )
 
 
 def test_recipe_file_with_unknown_key_or_wrong_value_is_refused(massl_here: Any, tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("trainer: {batchsize: 4}")
     _assert_refused(
-        massl_here("pretrain", "--recipe", wrong, "--output", tmp_path / "run"), "unknown key trainer.batchsize. Did you mean 'batch_size'?"
+        massl_here("pretrain", "--recipe", wrong, "--output", tmp_path / "run"),
+        "unknown key trainer.batchsize. Did you mean 'batch_size'?",
     )
     wrong.write_text("trainer: {batch_size: many}")
-    _assert_refused(massl_here("pretrain", "--recipe", wrong, "--output", tmp_path / "run"), "trainer.batch_size", "many")
+    _assert_refused(
+        massl_here("pretrain", "--recipe", wrong, "--output", tmp_path / "run"), "trainer.batch_size", "many"
+    )
     wrong.write_text("trainer: [")
     _assert_refused(massl_here("pretrain", "--recipe", wrong, "--output", tmp_path / "run"), "is not valid YAML")
 
@@ -128,7 +160,12 @@ def test_no_recipe_is_answered_with_the_shipped_ones(massl_here: Any, tmp_path: 
 
 
 def test_unknown_option_gets_a_suggestion(pretrain: Any, tmp_path: Path) -> None:
-    _assert_refused(pretrain("--trainer.batchsize", "4"), "Unrecognized options: --trainer.batchsize", "--trainer.batch_size", status=2)
+    _assert_refused(
+        pretrain("--trainer.batchsize", "4"),
+        "Unrecognized options: --trainer.batchsize",
+        "--trainer.batch_size",
+        status=2,
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -149,7 +186,9 @@ def test_value_out_of_range_is_refused_with_its_key(pretrain: Any) -> None:
 
 def test_batch_must_divide_into_its_parts(pretrain: Any) -> None:
     answer = pretrain("--trainer.accumulation_steps", "3")
-    _assert_refused(answer, "trainer.batch_size 8 cannot be split over 1 processes x 3 accumulation steps; make it a multiple of 3")
+    _assert_refused(
+        answer, "trainer.batch_size 8 cannot be split over 1 processes x 3 accumulation steps; make it a multiple of 3"
+    )
 
 
 def test_view_smaller_than_a_patch_is_refused(pretrain: Any) -> None:
@@ -194,7 +233,18 @@ def test_folder_in_use_by_another_process_is_refused_and_not_touched(
     pretrain: Any, server: Any, recipe: Path, archive: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    options = ["--recipe", recipe, "--data.source", archive, "--output", run, "--probes.every_epochs", "0", "--trainer.epochs", "4000"]
+    options = [
+        "--recipe",
+        recipe,
+        "--data.source",
+        archive,
+        "--output",
+        run,
+        "--probes.every_epochs",
+        "0",
+        "--trainer.epochs",
+        "4000",
+    ]
     other = server.start("pretrain", *options, "--trainer.max_steps", "20000")
     try:
         other.wait_until(lambda: (run / "metrics.jsonl").exists())
@@ -235,7 +285,9 @@ def test_loss_that_is_no_number_stops_and_leaves_the_last_checkpoint(
     before, rows_before = checkpoint.read_bytes(), runs.rows(run)
     broken_from_step(6)
     answer = pretrain(max_steps=12)
-    _assert_refused(answer, "the loss of step 6 is nan: training stopped. The last good checkpoint, step 5, is untouched")
+    _assert_refused(
+        answer, "the loss of step 6 is nan: training stopped. The last good checkpoint, step 5, is untouched"
+    )
     assert checkpoint.read_bytes() == before
     assert load_checkpoint(checkpoint)["step"] == 5
     named = json.loads((run / "nonfinite_step_6_rank_0.json").read_text())
@@ -301,7 +353,9 @@ def test_full_disk_leaves_the_last_checkpoint_and_the_run_continues_after_space_
     runs.assert_bitwise_equal(run, never_full)
 
 
-@pytest.mark.parametrize("method", [(MetricsLog, "write"), (RunFolder, "write_bytes"), (RunFolder, "write_json")], ids=lambda pair: pair[1])
+@pytest.mark.parametrize(
+    "method", [(MetricsLog, "write"), (RunFolder, "write_bytes"), (RunFolder, "write_json")], ids=lambda pair: pair[1]
+)
 def test_disk_full_in_any_other_file_is_said_without_traceback(
     method: tuple[type, str], pretrain: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -32,7 +32,15 @@ def test_recipes_are_listed_with_their_headers(massl_here: Any) -> None:
     assert answer.status == 0
     blocks = [block.splitlines() for block in answer.output.strip().split("\n\n")]
     assert [block[0] for block in blocks] == list(shipped_recipes())
-    assert {"demo", "massl-cifar", "massl-tiny", "massl-vitb16", "massl-vits16", "dino-vits16", "ibot-vitb16"} <= shipped_recipes().keys()
+    assert {
+        "demo",
+        "massl-cifar",
+        "massl-tiny",
+        "massl-vitb16",
+        "massl-vits16",
+        "dino-vits16",
+        "ibot-vitb16",
+    } <= shipped_recipes().keys()
     for name, command, *rest in blocks:
         assert command.strip().startswith(f"massl pretrain --recipe {name} ")
         assert rest, f"{name} says nothing but its command"
@@ -56,5 +64,11 @@ def test_pretrain_help_explains_every_option(arguments: list[str], massl_here: A
 
 
 def test_pretrain_help_shows_the_values_of_the_recipe_it_is_given(massl_here: Any) -> None:
-    assert "images per step, over all processes (default: 128)" in massl_here("pretrain", "--recipe", "demo", "--help").text
-    assert "images per step, over all processes (default: 512)" in massl_here("pretrain", "--recipe=massl-cifar", "-h").text
+    assert (
+        "images per step, over all processes (default: 128)"
+        in massl_here("pretrain", "--recipe", "demo", "--help").text
+    )
+    assert (
+        "images per step, over all processes (default: 512)"
+        in massl_here("pretrain", "--recipe=massl-cifar", "-h").text
+    )

@@ -1,4 +1,6 @@
-"""`massl compare --minutes` from a tiny recipe to the table: real trials and runs, which are not measured or trained again."""
+"""`massl compare --minutes` from a tiny recipe to the table: real trials and runs, which are not measured or trained
+again.
+"""
 
 import json
 import re
@@ -19,7 +21,11 @@ VARIANT: dict[str, Any] = {
         },
     }
 }
-LENGTH: dict[str, Any] = {"optimizer": {"warmup_epochs": 100_000}, "trainer": {"epochs": 1_000_000}, "probes": {"every_epochs": 10}}
+LENGTH: dict[str, Any] = {
+    "optimizer": {"warmup_epochs": 100_000},
+    "trainer": {"epochs": 1_000_000},
+    "probes": {"every_epochs": 10},
+}
 
 
 @pytest.fixture
@@ -53,10 +59,13 @@ def test_two_methods_train_for_the_same_minutes_and_the_same_command_only_shows_
     again = massl_here(*command)
     assert again.status == 0
     assert f"massl: the run is there: its length stays trainer.epochs {noted['massl']['trainer.epochs']}" in again.text
-    assert (runs / "massl" / "metrics.jsonl").read_text() == rows  # with times, equal only where nothing was trained again
+    # with times, equal only where nothing was trained again
+    assert (runs / "massl" / "metrics.jsonl").read_text() == rows
 
 
-def test_epochs_beside_minutes_are_refused_on_the_command_line(command: list[str], massl_here: Any, tmp_path: Path) -> None:
+def test_epochs_beside_minutes_are_refused_on_the_command_line(
+    command: list[str], massl_here: Any, tmp_path: Path
+) -> None:
     answer = massl_here(*command, "--set", "trainer.epochs=3")
     assert answer.status == 2
     assert "--minutes and --set trainer.epochs both say how long to train; give one of them" in answer.text

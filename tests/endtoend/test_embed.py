@@ -64,7 +64,9 @@ def embed(massl_here: Any, model: Path, images: Path) -> Callable[..., Any]:
     """embed(path): the images as they are stored, without a smaller crop; in batches that do not divide them."""
 
     def run(out: Path, *options: str | Path, data: str | Path = images) -> Any:
-        return massl_here("embed", model, "--data", data, "--out", out, "--crop_ratio", "1", "--batch_size", "4", *options)
+        return massl_here(
+            "embed", model, "--data", data, "--out", out, "--crop_ratio", "1", "--batch_size", "4", *options
+        )
 
     return run
 
@@ -113,7 +115,9 @@ def test_npz_is_read_by_numpy(embed: Any, model: Path, images: Path, truth: np.n
         _assert_about(json.loads(str(archive["about"])), model, images)
 
 
-def test_safetensors_are_read_by_safetensors(embed: Any, model: Path, images: Path, truth: np.ndarray, tmp_path: Path) -> None:
+def test_safetensors_are_read_by_safetensors(
+    embed: Any, model: Path, images: Path, truth: np.ndarray, tmp_path: Path
+) -> None:
     path = tmp_path / "features.safetensors"
     assert embed(path).status == 0
     tensors = safetensors.numpy.load_file(path)
@@ -124,7 +128,9 @@ def test_safetensors_are_read_by_safetensors(embed: Any, model: Path, images: Pa
         _assert_about(file.metadata(), model, images)
 
 
-def test_keys_of_a_folder_are_paths_and_images_without_classes_have_no_label(embed: Any, make_folder: Any, tmp_path: Path) -> None:
+def test_keys_of_a_folder_are_paths_and_images_without_classes_have_no_label(
+    embed: Any, make_folder: Any, tmp_path: Path
+) -> None:
     assert embed(tmp_path / "plain.npz", data=make_folder("photos", 3)).status == 0
     with np.load(tmp_path / "plain.npz") as archive:
         assert archive["keys"].tolist() == ["000.png", "001.png", "002.png"]
@@ -144,7 +150,9 @@ def test_another_feature_is_written_where_asked(embed: Any, truth: np.ndarray, t
 
 
 def test_python_call_gives_the_path(model: Path, images: Path, truth: np.ndarray, tmp_path: Path) -> None:
-    path = massl.embed(model, data=images, out=tmp_path / "features.npz", overrides={"crop_ratio": 1.0, "device": "cpu"})
+    path = massl.embed(
+        model, data=images, out=tmp_path / "features.npz", overrides={"crop_ratio": 1.0, "device": "cpu"}
+    )
     with np.load(path) as archive:
         np.testing.assert_allclose(archive["features"], truth, atol=1e-5)
     with pytest.raises(MasslError, match="is there already"):
@@ -159,7 +167,9 @@ def test_file_that_is_there_is_never_overwritten(embed: Any, tmp_path: Path) -> 
 
 
 def test_unknown_ending_is_refused_with_those_that_are_known(embed: Any, tmp_path: Path) -> None:
-    _assert_refused(embed(tmp_path / "features.csv"), "its ending chooses the format: .parquet, .npz, .safetensors", status=2)
+    _assert_refused(
+        embed(tmp_path / "features.csv"), "its ending chooses the format: .parquet, .npz, .safetensors", status=2
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -172,7 +182,9 @@ def test_missing_pyarrow_is_named_before_the_work(embed: Any, tmp_path: Path, mo
 
 def test_place_where_nothing_can_be_written_is_refused_before_the_work(embed: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    _assert_refused(embed(tmp_path / "file" / "features.npz"), "cannot make the folder", "name another place with --out")
+    _assert_refused(
+        embed(tmp_path / "file" / "features.npz"), "cannot make the folder", "name another place with --out"
+    )
 
 
 def test_damaged_image_leaves_no_file(embed: Any, make_folder: Any, tmp_path: Path) -> None:
@@ -205,7 +217,9 @@ def test_full_disk_leaves_nothing_half_written(
 def test_writers_that_meet_a_full_disk_say_so_without_a_traceback(
     ending: str, server: Any, model: Path, images: Path, tmp_path: Path
 ) -> None:
-    answer = server.run("embed", model, "--data", images, "--out", tmp_path / f"features{ending}", limit_file_size=[500])
+    answer = server.run(
+        "embed", model, "--data", images, "--out", tmp_path / f"features{ending}", limit_file_size=[500]
+    )
     assert answer.status == 1
     assert "Traceback" not in answer.text
     assert "massl: error: " in answer.text

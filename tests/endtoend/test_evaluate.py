@@ -50,7 +50,9 @@ def test(train: Path) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory, recipe: Path, train: Path) -> Path:
     """A run of two steps: a transformer of two blocks for images of 16 px."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    massl.pretrain(recipe=recipe, data=train, output=folder, overrides={"trainer.max_steps": 2, "probes.every_epochs": 0})
+    massl.pretrain(
+        recipe=recipe, data=train, output=folder, overrides={"trainer.max_steps": 2, "probes.every_epochs": 0}
+    )
     return folder
 
 
@@ -64,7 +66,10 @@ def evaluate(massl_here: Any, run: Path, train: Path, test: Path, output: Path) 
     """evaluate("knn", "--option", "value"): of the run, on the two archives; `model` and `images` replace them."""
 
     def command(
-        protocols: str, *options: str | Path, model: str | Path = run, images: tuple[str | Path, str | Path] = (train, test)
+        protocols: str,
+        *options: str | Path,
+        model: str | Path = run,
+        images: tuple[str | Path, str | Path] = (train, test),
     ) -> Any:
         given = ["--protocol", *protocols.split(), "--train", images[0], "--test", images[1], "--output", output]
         return massl_here("evaluate", model, *given, *options)
@@ -98,7 +103,9 @@ def _assert_refused(answer: Any, *expected: str, status: int = 1) -> None:
 # Results
 
 
-def test_protocols_leave_rows_a_table_and_features_that_they_share(evaluate: Any, run: Path, test: Path, output: Path) -> None:
+def test_protocols_leave_rows_a_table_and_features_that_they_share(
+    evaluate: Any, run: Path, test: Path, output: Path
+) -> None:
     answer = evaluate("knn logreg clustering", "--name", "Stripes")
     _assert_measured(answer)
     rows = _rows(output)
@@ -112,18 +119,25 @@ def test_protocols_leave_rows_a_table_and_features_that_they_share(evaluate: Any
         assert row["model"] == str(run)
         assert row["architecture"] == "vit_tiny_patch16_224"
         assert row["precision"] == "fp32"
-    assert {(row["setting"], row["metric"]) for row in rows if row["protocol"] == "knn"} >= {("k=10", "top1"), ("k=10", "top5")}
+    assert {(row["setting"], row["metric"]) for row in rows if row["protocol"] == "knn"} >= {
+        ("k=10", "top1"),
+        ("k=10", "top5"),
+    }
     assert {row["metric"] for row in rows if row["protocol"] == "clustering"} == {"NMI", "AMI", "ARI"}
     table = (output / "results.md").read_text()
     for row in rows:
         assert f"| {row['setting']} | {row['metric']} | {row['value']:.2f} | {NUM_TEST} |" in table
-        assert f"{row['protocol']} Stripes {row['setting']} {row['metric']} {row['value']:.2f} {NUM_TEST}" in answer.text
+        assert (
+            f"{row['protocol']} Stripes {row['setting']} {row['metric']} {row['value']:.2f} {NUM_TEST}" in answer.text
+        )
     assert f"weights {fingerprints.pop()}, fp32" in answer.text
     # knn and logreg look at the same features of two sources; clustering resizes with another filter.
     assert len(list((output / "features").rglob("*.safetensors"))) == 4
 
 
-def test_knn_accuracy_is_that_of_features_computed_by_hand(evaluate: Any, run: Path, train: Path, test: Path, output: Path) -> None:
+def test_knn_accuracy_is_that_of_features_computed_by_hand(
+    evaluate: Any, run: Path, train: Path, test: Path, output: Path
+) -> None:
     _assert_measured(evaluate("knn", "--crop_ratio", "1", "--knn.ks", "3"))
     model = massl.load_backbone(run)
     mean, std = (torch.tensor(model.default_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))  # type: ignore[index, operator]
@@ -184,7 +198,9 @@ def test_changed_settings_are_measured_anew_beside_the_others(evaluate: Any, out
     assert "temperature" not in again.output
 
 
-def test_other_training_images_under_the_same_name_stand_beside_the_first(evaluate: Any, train: Path, output: Path, tmp_path: Path) -> None:
+def test_other_training_images_under_the_same_name_stand_beside_the_first(
+    evaluate: Any, train: Path, output: Path, tmp_path: Path
+) -> None:
     few, test = _save(tmp_path / "few.npz", NUM_CLASSES, seed=8), _save(tmp_path / "test.npz", NUM_TEST, seed=9)
     for images in (train, few):
         _assert_measured(evaluate("knn", "--knn.ks", "1", images=(images, test)))
@@ -221,7 +237,9 @@ def test_changed_images_are_measured_anew(evaluate: Any, train: Path, output: Pa
     assert [row["value"] for row in first] != [row["value"] for row in second]
 
 
-def test_weights_are_told_apart_and_found_by_folder_or_file(evaluate: Any, run: Path, output: Path, tmp_path: Path) -> None:
+def test_weights_are_told_apart_and_found_by_folder_or_file(
+    evaluate: Any, run: Path, output: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
     shutil.copy(run / "backbone.safetensors", copy)
@@ -231,7 +249,9 @@ def test_weights_are_told_apart_and_found_by_folder_or_file(evaluate: Any, run: 
     options: dict[str, int | float | bool | str] = {"embed_dim": 16, "depth": 1, "num_heads": 2}
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=SIDE, patch_size=4, timm_options=options)
     backbone = build_backbone(settings, seed=0)
-    content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32)
+    content = backbone_bytes(
+        backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32
+    )
     (copy / "backbone.safetensors").write_bytes(content)
     answer = evaluate("knn", model=copy / "backbone.safetensors")
     _assert_measured(answer)
@@ -251,9 +271,14 @@ def test_timm_name_stands_for_random_weights_and_says_so(evaluate: Any, output: 
 
 
 def test_python_call_gives_the_rows(run: Path, train: Path, test: Path, output: Path) -> None:
-    result = massl.evaluate(run, protocol="knn", train=train, test=test, output=output, overrides={"knn.ks": [3], "device": "cpu"})
+    result = massl.evaluate(
+        run, protocol="knn", train=train, test=test, output=output, overrides={"knn.ks": [3], "device": "cpu"}
+    )
     assert result.folder == output
-    assert [(row.setting, row.metric, row.num_samples) for row in result.rows] == [("k=3", "top1", NUM_TEST), ("k=3", "top5", NUM_TEST)]
+    assert [(row.setting, row.metric, row.num_samples) for row in result.rows] == [
+        ("k=3", "top1", NUM_TEST),
+        ("k=3", "top5", NUM_TEST),
+    ]
     assert [row.value for row in result.rows] == [row["value"] for row in _rows(output)]
     assert not result.failed
     assert not result.missing
@@ -263,7 +288,9 @@ def test_python_call_gives_the_rows(run: Path, train: Path, test: Path, output: 
         massl.evaluate(run, protocol="knn", train=train, output=output)
 
 
-def test_features_are_kept_where_asked_and_shared(evaluate: Any, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_are_kept_where_asked_and_shared(
+    evaluate: Any, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     _assert_measured(evaluate("knn", "--cache", "none"))
     assert sorted(path.name for path in output.iterdir()) == ["results.jsonl", "results.md"]
@@ -284,7 +311,12 @@ def test_features_are_kept_where_asked_and_shared(evaluate: Any, output: Path, t
 
 
 def test_what_is_not_as_published_stands_beside_what_is(evaluate: Any, output: Path) -> None:
-    choices = [["--feature", "pooled"], ["--image_size", "24"], ["--crop_ratio", "1"], ["--crop_ratio", "0.5", "--image_size", "8"]]
+    choices = [
+        ["--feature", "pooled"],
+        ["--image_size", "24"],
+        ["--crop_ratio", "1"],
+        ["--crop_ratio", "0.5", "--image_size", "8"],
+    ]
     for options in [[], *choices]:
         _assert_measured(evaluate("knn", "--knn.ks", "3", *options))
     names = ["k=3", "k=3, feature pooled", "k=3, 24 px", "k=3, crop ratio 1", "k=3, crop ratio 0.5, 8 px"]
@@ -299,16 +331,22 @@ def test_linear_probe_leaves_its_head_in_the_folder_of_the_data(evaluate: Any, o
     assert (output / "my_stripes" / "linear_head.safetensors").is_file()
     published = [setting for setting in _settings(output) if setting.startswith("best over rates and epochs")]
     assert published
-    assert all("2 epochs" in setting and "feature cls" in setting and "as published" not in setting for setting in published)
+    assert all(
+        "2 epochs" in setting and "feature cls" in setting and "as published" not in setting for setting in published
+    )
 
 
 def test_demo_of_the_documentation_runs(massl_here: Any, output: Path, tmp_path: Path) -> None:
     options: dict[str, int | float | bool | str] = {"embed_dim": 8, "depth": 1, "num_heads": 1}
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=16, timm_options=options)
     backbone = build_backbone(settings, seed=0)
-    content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32)
+    content = backbone_bytes(
+        backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32
+    )
     (tmp_path / "backbone.safetensors").write_bytes(content)
-    answer = massl_here("evaluate", tmp_path, "--protocol", "knn", "--train", "demo:train", "--test", "demo:test", "--output", output)
+    answer = massl_here(
+        "evaluate", tmp_path, "--protocol", "knn", "--train", "demo:train", "--test", "demo:test", "--output", output
+    )
     _assert_measured(answer)
     assert {(row["data"], row["num_samples"]) for row in _rows(output)} == {("demo:test", 2000)}
     assert all(row["value"] > 20 for row in _rows(output))  # ten classes: more than chance even so
@@ -350,7 +388,10 @@ def test_it_must_be_said_what_to_measure_on_what(massl_here: Any, run: Path, tra
     refused(["--protocol", "knn", "--suite", "paper", "--data_root", output], "one of the two")
     refused(["--suite", "paper"], "data_root is missing: the folder below which the data sets lie")
     refused(["--protocol", "knn", "--data", "Pets"], "data_root is missing")
-    refused(["--protocol", "knn", *known, "--train", train], "data names known sets, train your own images: give one or the other")
+    refused(
+        ["--protocol", "knn", *known, "--train", train],
+        "data names known sets, train your own images: give one or the other",
+    )
     refused(["--protocol", "knn", *known, "--name", "Mine"], "data names known sets, name your own images")
     refused(["--suite", "paper", "--data_root", output, "--train", train], "leave train out, or give protocol instead")
     refused(["--suite", "paper", *known], "leave data out")
@@ -361,15 +402,27 @@ def test_it_must_be_said_what_to_measure_on_what(massl_here: Any, run: Path, tra
 
 
 def test_impossible_values_are_refused_with_the_name_of_the_option(evaluate: Any) -> None:
-    _assert_refused(evaluate("knn", "--knn.temperature", "0"), "knn: temperature: Input should be greater than 0 (got 0.0)", status=2)
-    _assert_refused(evaluate("knn", "--crop_ratio", "1.5"), "crop_ratio: Input should be less than or equal to 1", status=2)
+    _assert_refused(
+        evaluate("knn", "--knn.temperature", "0"),
+        "knn: temperature: Input should be greater than 0 (got 0.0)",
+        status=2,
+    )
+    _assert_refused(
+        evaluate("knn", "--crop_ratio", "1.5"), "crop_ratio: Input should be less than or equal to 1", status=2
+    )
     _assert_refused(evaluate("knn", "--feature", "clss"), "there is no feature 'clss'. Did you mean 'cls'?")
 
 
 def test_unknown_and_missing_data_sets_are_named(massl_here: Any, run: Path, output: Path, tmp_path: Path) -> None:
     given = ["evaluate", run, "--protocol", "knn", "--data_root", tmp_path, "--output", output, "--data"]
-    _assert_refused(massl_here(*given, "CIFAR-11"), "there is no data set 'CIFAR-11'. Did you mean 'CIFAR-10'? Known: ImageNet,")
-    _assert_refused(massl_here(*given, "pets"), f"Pets is missing or incomplete: expected {tmp_path}/oxford-iiit-pet", "download=True")
+    _assert_refused(
+        massl_here(*given, "CIFAR-11"), "there is no data set 'CIFAR-11'. Did you mean 'CIFAR-10'? Known: ImageNet,"
+    )
+    _assert_refused(
+        massl_here(*given, "pets"),
+        f"Pets is missing or incomplete: expected {tmp_path}/oxford-iiit-pet",
+        "download=True",
+    )
 
 
 def test_suite_without_data_says_what_is_missing(massl_here: Any, run: Path, output: Path, tmp_path: Path) -> None:
@@ -392,13 +445,20 @@ def test_what_is_no_model_is_refused_with_the_three_things_that_are(evaluate: An
 
 def test_network_without_class_token_is_judged_by_its_pooled_features_only(evaluate: Any, output: Path) -> None:
     size = ["--image_size", "32"]
-    _assert_refused(evaluate("knn", *size, model="resnet18"), "needs a class token, which resnet18 does not have", "--feature pooled")
+    _assert_refused(
+        evaluate("knn", *size, model="resnet18"),
+        "needs a class token, which resnet18 does not have",
+        "--feature pooled",
+    )
     _assert_measured(evaluate("knn", *size, "--feature", "pooled", model="resnet18"))
     assert _settings(output)[0] == "k=10, feature pooled, 32 px"
 
 
 def test_size_that_is_no_multiple_of_the_patch_is_refused(evaluate: Any) -> None:
-    _assert_refused(evaluate("knn", "--image_size", "18"), "image_size 18 is no multiple of the model's patch of 4 px; choose 16 or 20")
+    _assert_refused(
+        evaluate("knn", "--image_size", "18"),
+        "image_size 18 is no multiple of the model's patch of 4 px; choose 16 or 20",
+    )
 
 
 class _Malicious:
@@ -409,7 +469,9 @@ class _Malicious:
         return os.mkdir, (str(self.path),)
 
 
-def test_pickles_that_would_run_code_are_refused(evaluate: Any, massl_here: Any, run: Path, output: Path, tmp_path: Path) -> None:
+def test_pickles_that_would_run_code_are_refused(
+    evaluate: Any, massl_here: Any, run: Path, output: Path, tmp_path: Path
+) -> None:
     weights = tmp_path / "weights.pth"
     torch.save({"state_dict": _Malicious(tmp_path / "run by weights")}, weights)
     _assert_refused(evaluate("knn", model=weights), "opening it could run foreign code: refused")
@@ -426,7 +488,9 @@ def test_pickles_that_would_run_code_are_refused(evaluate: Any, massl_here: Any,
 
 def test_classes_that_do_not_agree_are_refused(evaluate: Any, train: Path, test: Path, tmp_path: Path) -> None:
     fewer = _save(tmp_path / "fewer.npz", NUM_TEST, seed=2, labels=np.arange(NUM_TEST) % 3)
-    _assert_refused(evaluate("knn", images=(train, fewer)), f"{train} has 4 classes, {fewer} has 3; both must have the same ones")
+    _assert_refused(
+        evaluate("knn", images=(train, fewer)), f"{train} has 4 classes, {fewer} has 3; both must have the same ones"
+    )
     gap = _save(tmp_path / "gap.npz", NUM_TRAIN, seed=1, labels=np.arange(NUM_TRAIN) % 2 * 3)
     for protocol in ("knn", "logreg", "linear"):
         answer = evaluate(protocol, "--feature", "cls", images=(gap, test))
@@ -436,7 +500,9 @@ def test_classes_that_do_not_agree_are_refused(evaluate: Any, train: Path, test:
 def test_images_without_labels_are_refused_where_labels_are_needed(evaluate: Any, make_folder: Any, test: Path) -> None:
     photos = make_folder("photos", 6)
     for protocol in ("knn", "logreg"):
-        _assert_refused(evaluate(protocol, images=(photos, test)), "photos has no labels; this protocol needs class folders")
+        _assert_refused(
+            evaluate(protocol, images=(photos, test)), "photos has no labels; this protocol needs class folders"
+        )
     _assert_refused(evaluate("clustering", images=(test, photos)), "photos has no labels")
     _assert_refused(evaluate("knn", images=(test.with_name("nowhere"), test)), "nowhere is not there")
 
@@ -447,7 +513,9 @@ def test_image_that_cannot_be_read_is_named(evaluate: Any, make_folder: Any, out
     for number in (3, 5):  # a single one is already too many
         broken = photos / "class1" / f"{number:03d}.png"
         broken.write_bytes(broken.read_bytes()[:200])
-        _assert_refused(evaluate("knn", images=(photos, photos)), "class1/003.png", "cannot be read", "repair or remove")
+        _assert_refused(
+            evaluate("knn", images=(photos, photos)), "class1/003.png", "cannot be read", "repair or remove"
+        )
 
 
 def _landmarks(folder: Path) -> Path:
@@ -465,20 +533,38 @@ def _landmarks(folder: Path) -> Path:
 def test_landmarks_are_found_under_their_name_in_results(
     massl_here: Any, run: Path, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = ["evaluate", run, "--protocol", "retrieval", "--folder", _landmarks(tmp_path / "roxford5k"), "--output", output]
+    given = [
+        "evaluate",
+        run,
+        "--protocol",
+        "retrieval",
+        "--folder",
+        _landmarks(tmp_path / "roxford5k"),
+        "--output",
+        output,
+    ]
     answer = massl_here(*given)
     _assert_measured(answer)
     assert {(row["data"], row["num_samples"]) for row in _rows(output)} == {("ROxford5k", 2)}
-    assert "ROxford5k medium mAP" in answer.text  # the folder is called otherwise, and the table shows them all the same
+    # the folder is called otherwise, and the table shows them all the same
+    assert "ROxford5k medium mAP" in answer.text
     assert "ROxford5k medium mAP" in massl_here(*given).text
     monkeypatch.chdir(tmp_path / "roxford5k")
     overrides = {"folder": "."}  # the same place
     num_before = len(_rows(output))
-    assert len(massl.evaluate(run, protocol="retrieval", output=output, overrides=overrides).rows) == num_before == len(_rows(output))
+    assert (
+        len(massl.evaluate(run, protocol="retrieval", output=output, overrides=overrides).rows)
+        == num_before
+        == len(_rows(output))
+    )
 
 
-def test_missing_folder_and_damaged_ground_truth_are_refused(massl_here: Any, run: Path, output: Path, tmp_path: Path) -> None:
-    answer = massl_here("evaluate", run, "--protocol", "retrieval", "--folder", tmp_path / "nowhere", "--output", output)
+def test_missing_folder_and_damaged_ground_truth_are_refused(
+    massl_here: Any, run: Path, output: Path, tmp_path: Path
+) -> None:
+    answer = massl_here(
+        "evaluate", run, "--protocol", "retrieval", "--folder", tmp_path / "nowhere", "--output", output
+    )
     _assert_refused(answer, f"retrieval: there is no folder {tmp_path}/nowhere; --folder names the data set")
     truth = _landmarks(tmp_path / "roxford5k") / "gnd_roxford5k.pkl"
     truth.write_bytes(truth.read_bytes()[:-30])
@@ -493,9 +579,15 @@ def test_output_where_nothing_can_be_written_is_refused_before_the_work(
     evaluate: Any, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    _assert_refused(evaluate("knn", "--output", tmp_path / "file" / "out"), "cannot make the folder", "name another place with --output")
+    _assert_refused(
+        evaluate("knn", "--output", tmp_path / "file" / "out"),
+        "cannot make the folder",
+        "name another place with --output",
+    )
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # permissions do not stop an administrator
-    _assert_refused(evaluate("knn"), f"nothing may be written in {output}; change its permissions or name another place")
+    _assert_refused(
+        evaluate("knn"), f"nothing may be written in {output}; change its permissions or name another place"
+    )
     assert not list(output.iterdir())
 
 
@@ -507,11 +599,15 @@ def test_damaged_line_of_the_results_is_named_and_half_a_last_line_is_not(evalua
     _assert_measured(evaluate("logreg"))
     assert len(_rows(output)) == 6 + 2
     path.write_text("half a li\n" + whole)
-    _assert_refused(evaluate("knn"), f"{path}, line 1 is no result of massl (it is not JSON); correct or delete the line")
+    _assert_refused(
+        evaluate("knn"), f"{path}, line 1 is no result of massl (it is not JSON); correct or delete the line"
+    )
     assert path.read_text() == "half a li\n" + whole
 
 
-def test_full_disk_is_an_error_without_a_traceback(server: Any, run: Path, train: Path, test: Path, output: Path) -> None:
+def test_full_disk_is_an_error_without_a_traceback(
+    server: Any, run: Path, train: Path, test: Path, output: Path
+) -> None:
     given = ["--protocol", "knn", "--train", train, "--test", test, "--output", output]
     answer = server.run("evaluate", run, *given, limit_file_size=[1000])
     assert answer.status == 1

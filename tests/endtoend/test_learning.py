@@ -9,7 +9,12 @@ def test_the_demo_recipe_learns_in_its_first_steps(tmp_path: Path) -> None:
     result = massl.pretrain(
         recipe="demo",
         output=tmp_path / "run",
-        overrides={"trainer.max_steps": 155, "probes.every_epochs": 2.5, "probes.max_database": 4000, "probes.max_queries": 1000},
+        overrides={
+            "trainer.max_steps": 155,
+            "probes.every_epochs": 2.5,
+            "probes.max_database": 4000,
+            "probes.max_queries": 1000,
+        },
     )
     start, end = (row for row in result.metrics if "knn_top1" in row)
     assert end["step"] == 155

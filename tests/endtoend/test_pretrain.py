@@ -24,7 +24,9 @@ def pretrain(recipe: Path, archive: Path, tmp_path: Path) -> Callable[..., Path]
     """pretrain("name", {"trainer.max_steps": 2}): the tiny recipe, without probes unless asked for, into tmp_path/name."""
 
     def run(name: str, overrides: dict[str, Any], *, source: Path | str = archive) -> Path:
-        result = massl.pretrain(recipe=recipe, data=source, output=tmp_path / name, overrides={"probes.every_epochs": 0, **overrides})
+        result = massl.pretrain(
+            recipe=recipe, data=source, output=tmp_path / name, overrides={"probes.every_epochs": 0, **overrides}
+        )
         assert result.finished
         return result.folder
 
@@ -61,12 +63,15 @@ def test_run_folder_holds_recipe_environment_metrics_and_backbone(
     assert all(row["images_per_second"] > 0 for row in rows[1:])
     assert rows[0]["loss"] == rows[1]["loss"]  # both of the first batch before any training
 
-    (run / "environment.json").write_text("elsewhere")  # a finished run that is asked for again keeps the machine that made it
+    # a finished run that is asked for again keeps the machine that made it
+    (run / "environment.json").write_text("elsewhere")
     assert massl.pretrain(recipe=recipe, data=archive, output=run, overrides=overrides).finished
     assert (run / "environment.json").read_text() == "elsewhere"
 
     # Checkpoints every 5 steps and after each epoch of 6; the last two and those of whole epochs stay.
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [f"step_{step:09d}.pt" for step in (6, 12, 15, 18)]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        f"step_{step:09d}.pt" for step in (6, 12, 15, 18)
+    ]
 
     again = load_recipe(run / "recipe.yaml")
     assert again == load_recipe(recipe, {**overrides, "data.source": str(archive)})
@@ -83,7 +88,9 @@ def test_saved_backbone_is_the_teacher_as_a_plain_timm_model(pretrain: Any, runs
     assert runs.difference(dict(model.state_dict()), teacher) is None
     assert not torch.equal(teacher["blocks.1.mlp.fc1.weight"], saved["student.backbone.model.blocks.1.mlp.fc1.weight"])
 
-    pixels = torch.tensor(open_source("demo:test").pixels[:4]).float()[:, None].expand(-1, 3, -1, -1)[..., :16, :16] / 255
+    pixels = (
+        torch.tensor(open_source("demo:test").pixels[:4]).float()[:, None].expand(-1, 3, -1, -1)[..., :16, :16] / 255
+    )
     images = normalise(pixels, model.default_cfg["mean"], model.default_cfg["std"])
     with torch.no_grad():
         expected = Backbone(massl.load_backbone(run / "backbone.safetensors"), timm_arguments={})(images).pooled
@@ -103,7 +110,9 @@ def test_class_folders_are_split_into_database_and_held_out_queries(
 ) -> None:
     seen: list[tuple[int, int]] = []
 
-    def knn_accuracy(queries: torch.Tensor, query_labels: Any, database: torch.Tensor, database_labels: Any, **_: Any) -> float:
+    def knn_accuracy(
+        queries: torch.Tensor, query_labels: Any, database: torch.Tensor, database_labels: Any, **_: Any
+    ) -> float:
         seen.append((len(queries), len(database)))
         assert not bool((torch.cdist(queries, database) == 0).any())  # no query meets itself
         return 50.0
@@ -156,9 +165,15 @@ def test_bfloat16_trains_close_to_float32(pretrain: Any, runs: Any) -> None:
     assert all(value.dtype != torch.bfloat16 for value in runs.state(half)["method"].values())
 
 
-@pytest.mark.parametrize("name", ["test_resnet", "mobilenetv3_small_050"])  # the second has a layer between pooling and features
+# the second has a layer between pooling and features
+@pytest.mark.parametrize("name", ["test_resnet", "mobilenetv3_small_050"])
 def test_convolutional_backbone_trains(name: str, recipe: Path, archive: Path, runs: Any, tmp_path: Path) -> None:
-    settings = {"backbone": {"name": name, "drop_path_rate": 0.1}, "trainer.max_steps": 2, "views.global_size": 32, "views.local_size": 24}
+    settings = {
+        "backbone": {"name": name, "drop_path_rate": 0.1},
+        "trainer.max_steps": 2,
+        "views.global_size": 32,
+        "views.local_size": 24,
+    }
     result = massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", overrides=settings)
     assert result.step == 2
     assert torch.isfinite(massl.load_backbone(tmp_path / "run")(torch.zeros(2, 3, 32, 32))).all()
@@ -172,7 +187,9 @@ def test_number_of_workers_changes_nothing(pretrain: Any, make_folder: Any, runs
     reference = None
     for num_workers in (0, 1, 3):
         run = pretrain(
-            f"run{num_workers}", {"data.num_workers": num_workers, "trainer.max_steps": 6, "probes.every_epochs": 1}, source=photos
+            f"run{num_workers}",
+            {"data.num_workers": num_workers, "trainer.max_steps": 6, "probes.every_epochs": 1},
+            source=photos,
         )
         reference = reference or run
         runs.assert_bitwise_equal(run, reference)
@@ -195,13 +212,17 @@ def test_overrides_in_python_are_the_flags_of_the_command_line(
     from_python = pretrain("python", overrides)
     flags = ["--trainer.max_steps", "2", "--optimizer.learning_rate", "0.02", "--views.global_scale", "0.4", "0.9"]
     flags += ["--method.memory.random_blocks", "False", "--probes.every_epochs", "0"]
-    answer = massl_here("pretrain", "--recipe", recipe, "--data.source", archive, "--output", tmp_path / "flags", *flags)
+    answer = massl_here(
+        "pretrain", "--recipe", recipe, "--data.source", archive, "--output", tmp_path / "flags", *flags
+    )
     assert answer.status == 0, answer.text
     assert (tmp_path / "flags" / "recipe.yaml").read_text() == (from_python / "recipe.yaml").read_text()
     runs.assert_bitwise_equal(tmp_path / "flags", from_python)
 
 
-def test_recipe_object_is_as_good_as_its_file(recipe: Path, archive: Path, pretrain: Any, runs: Any, tmp_path: Path) -> None:
+def test_recipe_object_is_as_good_as_its_file(
+    recipe: Path, archive: Path, pretrain: Any, runs: Any, tmp_path: Path
+) -> None:
     from_file = pretrain("file", {"trainer.max_steps": 1})
     chosen = load_recipe(recipe, {"data.source": str(archive), "probes.every_epochs": 0})
     result = massl.pretrain(recipe=chosen, output=tmp_path / "object", overrides={"trainer.max_steps": 1})
@@ -209,24 +230,44 @@ def test_recipe_object_is_as_good_as_its_file(recipe: Path, archive: Path, pretr
 
 
 def _collapse_warnings(error: str) -> list[str]:
-    return [line.removeprefix("warning: training may have collapsed: ") for line in error.splitlines() if "may have collapsed" in line]
+    return [
+        line.removeprefix("warning: training may have collapsed: ")
+        for line in error.splitlines()
+        if "may have collapsed" in line
+    ]
 
 
 def test_collapse_is_warned_of_once_training_has_settled(pretrain: Any, capfd: pytest.CaptureFixture[str]) -> None:
     # A tiny network that contracts at once: its loss is that of random guessing from the second epoch on.
     pretrain("run", {"trainer.max_steps": 12, "probes.every_epochs": 1})  # probes at 0, 6 (too early to judge) and 12
     loss_warning, *_ = warnings = _collapse_warnings(capfd.readouterr().err)
-    assert loss_warning == "the loss 2.079 is that of random guessing over a block (ln 8 = 2.079). See docs/troubleshooting.md."
+    assert (
+        loss_warning
+        == "the loss 2.079 is that of random guessing over a block (ln 8 = 2.079). See docs/troubleshooting.md."
+    )
     assert len(warnings) == len(set(warnings))
 
 
 def test_an_even_teacher_is_said_to_be_slow_and_warnings_stay_in_the_run_folder(
     pretrain: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(MaSSL, "health", lambda *_: {"embedding_spread": 0.5, "teacher_entropy": 2.0, "memory_winner_share": 0.5})
+    monkeypatch.setattr(
+        MaSSL, "health", lambda *_: {"embedding_spread": 0.5, "teacher_entropy": 2.0, "memory_winner_share": 0.5}
+    )
     run = pretrain("run", {"trainer.max_steps": 12, "probes.every_epochs": 1})
-    printed = [line.removeprefix("warning: ") for line in capfd.readouterr().err.splitlines() if "troubleshooting" in line]
-    assert len([line for line in printed if line.startswith("training may hardly progress: the teacher hardly prefers any")]) == 1
+    printed = [
+        line.removeprefix("warning: ") for line in capfd.readouterr().err.splitlines() if "troubleshooting" in line
+    ]
+    assert (
+        len(
+            [
+                line
+                for line in printed
+                if line.startswith("training may hardly progress: the teacher hardly prefers any")
+            ]
+        )
+        == 1
+    )
     rows = [json.loads(line) for line in (run / "warnings.jsonl").read_text().splitlines()]
     assert rows == [{"step": 12, "warning": line} for line in printed]
 
@@ -240,7 +281,11 @@ def test_an_even_teacher_is_said_to_be_slow_and_warnings_stay_in_the_run_folder(
     ],
 )
 def test_each_sign_of_collapse_is_named_alone(
-    sick: dict[str, float], sign: str | None, pretrain: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    sick: dict[str, float],
+    sign: str | None,
+    pretrain: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     healthy = {"embedding_spread": 0.5, "teacher_entropy": 1.0, "memory_winner_share": 0.5}
     monkeypatch.setattr(MaSSL, "health", lambda *_: healthy | sick)

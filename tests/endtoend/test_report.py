@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from massl.commands import report as command
-from massl.commands.compare import compare_runs
-from massl.commands.evaluate import evaluate
+from massl.commands.compare.command import compare_runs
+from massl.commands.evaluate.command import evaluate
 from massl.commands.pretrain import pretrain
-from massl.commands.report import report
+from massl.commands.report.command import command, report
 from massl.config import MasslError
-from massl.reports.page_sections import Section
+from massl.reports.page.section import Section
 
 Massl = Callable[..., Any]
 
@@ -24,7 +23,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, recipe: Path, archive: Path) -
     """A trained run with an evaluation in its folder."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     pretrain(recipe=recipe, data=archive, output=folder, overrides={"trainer.epochs": 2})
-    evaluate(folder, protocol="knn", train=archive, test=archive, output=folder / "results", overrides={"device": "cpu"})
+    evaluate(
+        folder, protocol="knn", train=archive, test=archive, output=folder / "results", overrides={"device": "cpu"}
+    )
     return folder
 
 
@@ -33,7 +34,11 @@ def copy_of(run: Path, tmp_path: Path) -> Callable[[str], Path]:
     """copy_of("b/tiny"): the run under another name, without what pictures need."""
 
     def copy(name: str) -> Path:
-        return Path(shutil.copytree(run, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors", "checkpoints", "tensorboard")))
+        return Path(
+            shutil.copytree(
+                run, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors", "checkpoints", "tensorboard")
+            )
+        )
 
     return copy
 
@@ -57,14 +62,18 @@ def test_a_run_becomes_a_page_with_everything(run: Path, tmp_path: Path, massl_h
     assert not list(file.parent.glob(".*"))
 
 
-def test_without_figures_no_backbone_is_opened(run: Path, tmp_path: Path, massl_here: Massl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_figures_no_backbone_is_opened(
+    run: Path, tmp_path: Path, massl_here: Massl, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "figures_of", lambda *given, **options: pytest.fail("figures were drawn"))
     page = page_of(massl_here("report", run, "--output", tmp_path / "report.html", "--no-figures"))
     assert "data:image/" not in page
     assert "--no-figures" in page
 
 
-def test_options_of_figures_reach_them(run: Path, tmp_path: Path, massl_here: Massl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_figures_reach_them(
+    run: Path, tmp_path: Path, massl_here: Massl, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: dict[str, Any] = {}
 
     def figures_of(runs: dict[str, Path], *, data: str | None, device: str) -> list[Section]:
@@ -88,11 +97,15 @@ def test_a_large_page_says_how_it_gets_smaller(
     assert "a large page: fewer runs make it smaller, or --no-figures" in answer.text
     page_of(answer)
     monkeypatch.undo()
-    assert "a large page" not in massl_here("report", copy_of("b"), "--output", tmp_path / "b.html", "--no-figures").text
+    assert (
+        "a large page" not in massl_here("report", copy_of("b"), "--output", tmp_path / "b.html", "--no-figures").text
+    )
 
 
 def test_data_that_are_gone_cost_the_pictures_but_not_the_page(run: Path, tmp_path: Path, massl_here: Massl) -> None:
-    page = page_of(massl_here("report", run, "--output", tmp_path / "r.html", "--data", tmp_path / "gone.npz", "--device", "cpu"))
+    page = page_of(
+        massl_here("report", run, "--output", tmp_path / "r.html", "--data", tmp_path / "gone.npz", "--device", "cpu")
+    )
     assert '<section id="summary"' in page
     assert "gone.npz" in page.partition("<main")[2].partition('<section id="reproduction"')[0]
 
@@ -108,13 +121,17 @@ def test_results_elsewhere_can_be_named(copy_of: Callable[[str], Path], tmp_path
     bare = copy_of("bare")
     shutil.move(bare / "results", tmp_path / "elsewhere")
     assert "No evaluation was found" in page_of(massl_here("report", bare, "--output", tmp_path / "r.html"))
-    assert "<h3>knn</h3>" in page_of(massl_here("report", bare, "--results", tmp_path / "elsewhere", "--output", tmp_path / "r.html"))
+    assert "<h3>knn</h3>" in page_of(
+        massl_here("report", bare, "--results", tmp_path / "elsewhere", "--output", tmp_path / "r.html")
+    )
     answer = massl_here("report", bare, "--results", tmp_path, "--output", tmp_path / "r.html")
     assert answer.status == 1
     assert "there is no results.jsonl; name the --output of a massl evaluate" in answer.text
 
 
-def test_results_that_cannot_be_read_are_said_on_the_page(copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl) -> None:
+def test_results_that_cannot_be_read_are_said_on_the_page(
+    copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl
+) -> None:
     bare = copy_of("bare")
     (bare / "results/results.jsonl").write_text('{"protocol": "knn"}\n')
     assert "line 1 is no result of massl" in page_of(massl_here("report", bare, "--output", tmp_path / "r.html"))
@@ -183,7 +200,9 @@ def test_no_runs_and_no_output_are_refused_with_advice(run: Path, tmp_path: Path
     assert massl_here("report", run).status == 2
 
 
-def test_a_run_that_has_only_begun_makes_a_page_that_says_so(copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl) -> None:
+def test_a_run_that_has_only_begun_makes_a_page_that_says_so(
+    copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl
+) -> None:
     bare = copy_of("bare")
     (bare / "metrics.jsonl").write_text("")
     answer = massl_here("report", bare, "--output", tmp_path / "r.html")
@@ -199,7 +218,9 @@ def test_help_explains_the_options(massl_here: Massl) -> None:
 
 
 @pytest.mark.parametrize("options", [["--data", "photos"], ["--device", "cpu"]], ids=str)
-def test_options_of_figures_are_refused_without_figures(run: Path, tmp_path: Path, massl_here: Massl, options: list[str]) -> None:
+def test_options_of_figures_are_refused_without_figures(
+    run: Path, tmp_path: Path, massl_here: Massl, options: list[str]
+) -> None:
     answer = massl_here("report", run, "--output", tmp_path / "r.html", "--no-figures", *options)
     assert answer.status == 2
     assert f"{options[0]} would not be used: without figures" in answer.text
@@ -225,7 +246,9 @@ def test_a_file_that_is_no_page_is_not_replaced(copy_of: Callable[[str], Path], 
 
 
 @pytest.mark.parametrize("content", ["", "<!DOCTYPE HTML>\n<p>old"])
-def test_a_page_or_an_empty_file_is_replaced(copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl, content: str) -> None:
+def test_a_page_or_an_empty_file_is_replaced(
+    copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl, content: str
+) -> None:
     file = tmp_path / "r.html"
     file.write_text(content)
     page = page_of(massl_here("report", copy_of("bare"), "--output", file))
@@ -233,7 +256,9 @@ def test_a_page_or_an_empty_file_is_replaced(copy_of: Callable[[str], Path], tmp
     assert "<p>old" not in page
 
 
-def test_something_that_is_no_plain_file_is_refused(copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl) -> None:
+def test_something_that_is_no_plain_file_is_refused(
+    copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     answer = massl_here("report", copy_of("bare"), "--output", tmp_path / "pipe")
     assert answer.status == 1
@@ -278,11 +303,15 @@ def test_names_that_are_not_utf8_are_shown_escaped(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_folder_of_a_comparison_stands_for_its_runs(copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl) -> None:
+def test_the_folder_of_a_comparison_stands_for_its_runs(
+    copy_of: Callable[[str], Path], tmp_path: Path, massl_here: Massl
+) -> None:
     runs = [copy_of(f"compare/{name}") for name in ("massl", "dino", "failed", "trial-x")]
     compare_runs(runs[:2], out=tmp_path / "compare")
     comparison = tmp_path / "compare/comparison.json"
-    comparison.write_text(json.dumps({**json.loads(comparison.read_text()), "failed": {"failed": "was never probed", "gone": "no data"}}))
+    comparison.write_text(
+        json.dumps({**json.loads(comparison.read_text()), "failed": {"failed": "was never probed", "gone": "no data"}})
+    )
     page = page_of(massl_here("report", tmp_path / "compare", "--output", tmp_path / "r.html"))
     data = json.loads(page.partition('id="page-data">')[2].partition("</script>")[0])
     assert data["runs"] == [{"label": "massl"}, {"label": "dino"}, {"label": "failed"}]
@@ -292,4 +321,7 @@ def test_the_folder_of_a_comparison_stands_for_its_runs(copy_of: Callable[[str],
     assert answer.status == 1
     assert "holds a comparison but none of its runs; name the run folders themselves: massl, dino" in answer.text
     (tmp_path / "apart/comparison.json").write_text("[]")
-    assert "is not what massl compare writes" in massl_here("report", tmp_path / "apart", "--output", tmp_path / "r.html").text
+    assert (
+        "is not what massl compare writes"
+        in massl_here("report", tmp_path / "apart", "--output", tmp_path / "r.html").text
+    )

@@ -75,14 +75,25 @@ def _lines(run: Path) -> list[str]:
     "hooks",
     [
         pytest.param({"kill_at_call": ["os:fsync", 1, "after"]}, id="while the recipe is written"),
-        pytest.param({"kill_at_call": ["massl.training.optimizer:clip_each_gradient", 3, "after"]}, id="before the first checkpoint"),
+        pytest.param(
+            {"kill_at_call": ["massl.training.optimizers:clip_each_gradient", 3, "after"]},
+            id="before the first checkpoint",
+        ),
         pytest.param({"kill_in_half_a_checkpoint": [1]}, id="while the first checkpoint is written"),
         pytest.param({"kill_in_half_a_checkpoint": [3]}, id="while a checkpoint is written"),
-        pytest.param({"kill_at_call": ["massl.training.checkpoint:CheckpointStore.save", 6, "after"]}, id="before the last backbone"),
-        pytest.param({"kill_at_call": ["massl.training.checkpoint:CheckpointStore.path", 4, "after"]}, id="while old ones are dropped"),
+        pytest.param(
+            {"kill_at_call": ["massl.training.checkpoint:CheckpointStore.save", 6, "after"]},
+            id="before the last backbone",
+        ),
+        pytest.param(
+            {"kill_at_call": ["massl.training.checkpoint:CheckpointStore.path", 4, "after"]},
+            id="while old ones are dropped",
+        ),
         pytest.param({"kill_at_call": ["massl.training.probes:knn_accuracy", 2, "before"]}, id="in a probe"),
         pytest.param({"kill_in_half_a_metrics_line": [12]}, id="while metrics are written"),
-        pytest.param({"kill_at_call": ["massl.nn.memory:MemoryBank.enqueue", 10, "before"]}, id="between weights and memory"),
+        pytest.param(
+            {"kill_at_call": ["massl.nn.memory:MemoryBank.enqueue", 10, "before"]}, id="between weights and memory"
+        ),
     ],
 )
 def test_kill_at_the_worst_moment_changes_nothing(
@@ -100,7 +111,10 @@ def test_checkpoint_damaged_on_the_disk_is_named_and_the_one_before_it_taken(
     command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert server.run(*command(run), kill_at_call=["massl.nn.memory:MemoryBank.enqueue", 15, "before"]).status == -signal.SIGKILL
+    assert (
+        server.run(*command(run), kill_at_call=["massl.nn.memory:MemoryBank.enqueue", 15, "before"]).status
+        == -signal.SIGKILL
+    )
     newest = run / "checkpoints" / "step_000000012.pt"
     newest.write_bytes(newest.read_bytes()[:1000])
     answer = server.run(*command(run))
@@ -141,7 +155,9 @@ def test_signal_before_training_begins_ends_without_traceback(command: Any, serv
     assert "Traceback" not in answer.text
 
 
-def test_longer_max_steps_continues_a_run(command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path) -> None:
+def test_longer_max_steps_continues_a_run(
+    command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     answer = server.run(*command(run), "--trainer.max_steps", "5")
     assert answer.status == 0
@@ -177,8 +193,13 @@ def test_run_of_another_recipe_is_refused_and_the_difference_named(command: Any,
     run = tmp_path / "run"
     assert server.run(*command(run), "--trainer.max_steps", "1").status == 0
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    answer = server.run(*command(run), "--trainer.max_steps", "2", "--optimizer.learning_rate", "0.5", "--method.memory.num_rows", "40")
+    answer = server.run(
+        *command(run), "--trainer.max_steps", "2", "--optimizer.learning_rate", "0.5", "--method.memory.num_rows", "40"
+    )
     assert answer.status == 1
-    assert "holds a run of another recipe: method.memory.num_rows was 32, now 40; optimizer.learning_rate was 0.01, now 0.5" in answer.text
+    assert (
+        "holds a run of another recipe: method.memory.num_rows was 32, now 40; optimizer.learning_rate was 0.01, now 0.5"
+        in answer.text
+    )
     assert "Traceback" not in answer.text
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

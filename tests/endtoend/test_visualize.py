@@ -12,7 +12,7 @@ from massl.commands.visualize import nearest_rows, visualize
 from massl.config import MasslError, RecipeError
 from massl.data.sources.base import DataError
 from massl.nn.backbone import BackboneSettings, build_backbone
-from massl.reports.pictures import GREEN, GREY, RED
+from massl.reports.pictures.sheets import GREEN, GREY, RED
 from massl.weights.io import backbone_bytes
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
@@ -25,7 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=4, timm_options=options)
     backbone = build_backbone(settings, seed=0)
     path = tmp_path_factory.mktemp("model") / "backbone.safetensors"
-    path.write_bytes(backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD, image_size=32))
+    path.write_bytes(
+        backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD, image_size=32)
+    )
     return path
 
 
@@ -60,7 +62,9 @@ def test_attention_is_drawn_for_each_image_and_on_a_sheet(model: Path, images: P
     assert size_of(files[1])[0] == width
 
 
-def test_more_images_than_fit_a_sheet_go_on_the_next(model: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_images_than_fit_a_sheet_go_on_the_next(
+    model: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(command, "_ROWS_PER_SHEET", 2)
     files = visualize(model, "neighbours", data=images, out=tmp_path, num_images=5, num_neighbours=2, device="cpu")
     assert [path.name for path in files] == ["neighbours.png", "neighbours_2.png", "neighbours_3.png"]
@@ -69,16 +73,24 @@ def test_more_images_than_fit_a_sheet_go_on_the_next(model: Path, images: Path, 
     assert third[1] < first[1]
 
 
-def test_correspondence_is_drawn_for_views_of_an_image_and_images_of_a_class(model: Path, images: Path, tmp_path: Path) -> None:
-    files = visualize(model, "correspondence", data=images, out=tmp_path, num_images=2, device="cpu", overrides={"cosine": True})
+def test_correspondence_is_drawn_for_views_of_an_image_and_images_of_a_class(
+    model: Path, images: Path, tmp_path: Path
+) -> None:
+    files = visualize(
+        model, "correspondence", data=images, out=tmp_path, num_images=2, device="cpu", overrides={"cosine": True}
+    )
     names = [str(path.relative_to(tmp_path)) for path in files]
     assert names[:2] == ["correspondence_instance.png", "correspondence_class.png"]
-    assert names[2:] == [f"correspondence/{kind}_{number:03d}.png" for kind in ("instance", "class") for number in range(2)]
+    assert names[2:] == [
+        f"correspondence/{kind}_{number:03d}.png" for kind in ("instance", "class") for number in range(2)
+    ]
     assert all(size_of(path) == (324, 160) for path in files[2:])
     assert all(has_colour(path, (255, 0, 0)) for path in files)
 
 
-def test_neighbours_of_the_same_class_are_framed_green_and_others_red(model: Path, images: Path, tmp_path: Path) -> None:
+def test_neighbours_of_the_same_class_are_framed_green_and_others_red(
+    model: Path, images: Path, tmp_path: Path
+) -> None:
     (file,) = visualize(model, "neighbours", data=images, out=tmp_path, num_images=1, num_neighbours=19, device="cpu")
     assert has_colour(file, GREEN)
     assert has_colour(file, RED)  # 19 neighbours are all there are, so those of the other class too
@@ -100,7 +112,9 @@ def test_an_image_is_not_its_own_neighbour_but_its_copy_elsewhere_is(
     shown.clear()
     copy = images.with_name("copy.npz")
     copy.write_bytes(images.read_bytes())
-    visualize(model, "neighbours", data=images, database=copy, out=tmp_path, num_images=3, num_neighbours=1, device="cpu")
+    visualize(
+        model, "neighbours", data=images, database=copy, out=tmp_path, num_images=3, num_neighbours=1, device="cpu"
+    )
     assert [tile.captions[0] for _, tile in shown] == ["1.000"] * 3
     assert all(np.array_equal(query.picture, tile.picture) for query, tile in shown)
 
@@ -108,7 +122,9 @@ def test_an_image_is_not_its_own_neighbour_but_its_copy_elsewhere_is(
 def test_without_labels_frames_are_grey(model: Path, images: Path, tmp_path: Path) -> None:
     unlabelled = tmp_path / "unlabelled.npz"
     np.savez(unlabelled, images=np.load(images)["images"])
-    (file,) = visualize(model, "neighbours", data=unlabelled, out=tmp_path, num_images=2, num_neighbours=2, device="cpu")
+    (file,) = visualize(
+        model, "neighbours", data=unlabelled, out=tmp_path, num_images=2, num_neighbours=2, device="cpu"
+    )
     assert has_colour(file, GREY)
     assert not has_colour(file, GREEN)
     assert not has_colour(file, RED)
@@ -125,8 +141,12 @@ def test_rows_in_chunks_are_searched_as_a_whole(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(values, cosines.gather(1, indices))
 
 
-def test_the_command_prints_the_files_it_wrote(model: Path, images: Path, tmp_path: Path, massl_here: Callable[..., Any]) -> None:
-    answer = massl_here("visualize", model, "attention", "--data", images, "--out", tmp_path, "--num_images", 1, "--image_size", 32)
+def test_the_command_prints_the_files_it_wrote(
+    model: Path, images: Path, tmp_path: Path, massl_here: Callable[..., Any]
+) -> None:
+    answer = massl_here(
+        "visualize", model, "attention", "--data", images, "--out", tmp_path, "--num_images", 1, "--image_size", 32
+    )
     assert answer.status == 0
     files = answer.output.split()
     assert files == [str(tmp_path / "attention.png"), str(tmp_path / "attention/000.png")]

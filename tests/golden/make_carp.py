@@ -1,14 +1,16 @@
-"""Record golden values of CARP by running its authors' own modules: ``python make_carp.py OFFICIAL_CHECKOUT [--out FOLDER]``.
+"""Record golden values of CARP by running its authors' own modules: ``python make_carp.py OFFICIAL_CHECKOUT [--out
+FOLDER]``.
 
-Provenance: https://github.com/sthalles/carp at commit c9b068b4bbf4978520617baf9f3277f7098f1596 (its last, October 2023), in fp32 on one CPU
-thread. That code is imported from a checkout outside this repository, and none of it is contained here. ``carp.json`` records the
-versions and the SHA-256 of the files run.
+Provenance: https://github.com/sthalles/carp at commit c9b068b4bbf4978520617baf9f3277f7098f1596 (its last, October
+2023), in fp32 on one CPU thread. That code is imported from a checkout outside this repository, and none of it is
+contained here. ``carp.json`` records the versions and the SHA-256 of the files run.
 
-``loss`` calls their ``RandomPartition`` and ``CARPLoss``; the logits before them are ours, a plain product. ``step`` is one step of their
-``train_one_epoch`` with their ``MultiCropWrapper`` and ``CARPHead`` on a small timm ViT (theirs are convolutional networks). All crops have
-one size there, so that no position embedding needs resampling. Patched while their code runs: ``Tensor.cuda`` returns its tensor,
-``torch.cuda.amp.autocast`` is a null context, the gradient scaler is a stand-in that does not scale, ``torch.multinomial`` is wrapped to
-record, ``DistributedDataParallel`` is an ``nn.Sequential`` of one ``module``. No import is stubbed.
+``loss`` calls their ``RandomPartition`` and ``CARPLoss``; the logits before them are ours, a plain product. ``step`` is
+one step of their ``train_one_epoch`` with their ``MultiCropWrapper`` and ``CARPHead`` on a small timm ViT (theirs are
+convolutional networks). All crops have one size there, so that no position embedding needs resampling. Patched while
+their code runs: ``Tensor.cuda`` returns its tensor, ``torch.cuda.amp.autocast`` is a null context, the gradient scaler
+is a stand-in that does not scale, ``torch.multinomial`` is wrapped to record, ``DistributedDataParallel`` is an
+``nn.Sequential`` of one ``module``. No import is stubbed.
 """
 
 from __future__ import annotations
@@ -94,9 +96,19 @@ def golden_loss(main: Any) -> dict[str, Tensor]:
             logits = student.flatten(0, 1) @ student_prototypes.T, teacher.flatten(0, 1) @ teacher_prototypes.T
             consistency, entropy = main.CARPLoss()(*partition(*logits, block))
             gradients = torch.autograd.grad(consistency + entropy, (student, student_prototypes))
-        values = {"student": student, "teacher": teacher, "block_size": torch.tensor(block), "permutation": recorder.permutations[0]}
+        values = {
+            "student": student,
+            "teacher": teacher,
+            "block_size": torch.tensor(block),
+            "permutation": recorder.permutations[0],
+        }
         values |= {"student_prototypes": student_prototypes, "teacher_prototypes": teacher_prototypes}
-        values |= {"consistency": consistency, "entropy": entropy, "student_gradient": gradients[0], "prototype_gradient": gradients[1]}
+        values |= {
+            "consistency": consistency,
+            "entropy": entropy,
+            "student_gradient": gradients[0],
+            "prototype_gradient": gradients[1],
+        }
         tensors |= {f"{name}/{key}": value for key, value in values.items()}
     return tensors
 
@@ -111,13 +123,20 @@ def golden_step(main: Any) -> dict[str, Tensor]:
             head = main.CARPHead(BACKBONE["embed_dim"], PROTOTYPES, use_bn=True, **HEAD)
         networks.append(main.utils.MultiCropWrapper(backbone, head).train())
     student, teacher = networks
-    with torch.no_grad():  # wider weights than theirs, too small for 16 channels; no bias at zero, no norm at one: any mix-up shows
+    # wider weights than theirs, too small for 16 channels; no bias at zero, no norm at one: any mix-up shows
+    with torch.no_grad():
         for network in networks:
             for name, parameter in network.named_parameters():
                 if not name.endswith("weight_g"):
-                    parameter.copy_(8 * parameter if parameter.ndim > 1 else parameter + 0.05 * torch.randn_like(parameter))
+                    parameter.copy_(
+                        8 * parameter if parameter.ndim > 1 else parameter + 0.05 * torch.randn_like(parameter)
+                    )
     named = {"student": student, "teacher": teacher}
-    tensors = {f"{who}/{key}": value.detach().clone() for who, network in named.items() for key, value in network.named_parameters()}
+    tensors = {
+        f"{who}/{key}": value.detach().clone()
+        for who, network in named.items()
+        for key, value in network.named_parameters()
+    }
     colours = 3 * torch.randn(BATCH, 3, 1, 1)  # one per image, which makes its views alike
     views = colours + torch.randn(VIEWS, BATCH, 3, 8, 8)
     recorder, terms = Recorder(), list[tuple[Tensor, Tensor]]()
@@ -127,7 +146,9 @@ def golden_step(main: Any) -> dict[str, Tensor]:
         terms.append(criterion(*given))
         return terms[-1]
 
-    options = SimpleNamespace(ncrops=VIEWS, out_dim=PROTOTYPES, partition_size=BLOCK, gradient_accumulation_steps=1, print_freq=1)
+    options = SimpleNamespace(
+        ncrops=VIEWS, out_dim=PROTOTYPES, partition_size=BLOCK, gradient_accumulation_steps=1, print_freq=1
+    )
     held, optimizer = nn.Sequential(OrderedDict(module=student)), mock.Mock(param_groups=[{}, {}])
     gradients: dict[str, Tensor] = {}
     optimizer.zero_grad.side_effect = lambda: gradients.update(
@@ -137,10 +158,28 @@ def golden_step(main: Any) -> dict[str, Tensor]:
         batches = [([*views.clone()], None)]
         partition = main.RandomPartition(options)
         main.train_one_epoch(
-            held, teacher, teacher, recorded_criterion, batches, optimizer, [0.1], [0.0], [MOMENTUM], 0, recorder, partition, None, options
+            held,
+            teacher,
+            teacher,
+            recorded_criterion,
+            batches,
+            optimizer,
+            [0.1],
+            [0.0],
+            [MOMENTUM],
+            0,
+            recorder,
+            partition,
+            None,
+            options,
         )
     tensors |= gradients | {f"teacher_after/{key}": value.clone() for key, value in teacher.named_parameters()}
-    return tensors | {"views": views, "permutation": recorder.permutations[0], "consistency": terms[0][0], "entropy": terms[0][1]}
+    return tensors | {
+        "views": views,
+        "permutation": recorder.permutations[0],
+        "consistency": terms[0][0],
+        "entropy": terms[0][1],
+    }
 
 
 def main() -> None:
@@ -156,10 +195,22 @@ def main() -> None:
     tensors |= {f"step/{key}": value for key, value in golden_step(official).items()}
     plain = {key: value.detach().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
     (given.out / "carp.safetensors").write_bytes(save(plain))
-    provenance = {"repository": "https://github.com/sthalles/carp", "commit": COMMIT, "python": platform.python_version()}
+    provenance = {
+        "repository": "https://github.com/sthalles/carp",
+        "commit": COMMIT,
+        "python": platform.python_version(),
+    }
     provenance |= {name: version(name) for name in ("torch", "timm", "numpy")}
-    hashes = {f"{name}.py": hashlib.sha256((given.checkout / f"{name}.py").read_bytes()).hexdigest() for name in MODULES}
-    settings = {"backbone": BACKBONE, "head": HEAD, "num_prototypes": PROTOTYPES, "block_size": BLOCK, "momentum": MOMENTUM}
+    hashes = {
+        f"{name}.py": hashlib.sha256((given.checkout / f"{name}.py").read_bytes()).hexdigest() for name in MODULES
+    }
+    settings = {
+        "backbone": BACKBONE,
+        "head": HEAD,
+        "num_prototypes": PROTOTYPES,
+        "block_size": BLOCK,
+        "momentum": MOMENTUM,
+    }
     document = {"provenance": {**provenance, "sha256": hashes}, "step": settings}
     (given.out / "carp.json").write_text(json.dumps(document, indent=1) + "\n")
 

@@ -1,12 +1,14 @@
 """Record golden values by running DINO's official modules: ``python make_dino.py OFFICIAL_CHECKOUT [--out FOLDER]``.
 
-Provenance: https://github.com/facebookresearch/dino (Apache 2.0) at commit 7c446df5b9f45747937fb0d72314eb9f7b66930a, run in fp32 on one
-CPU thread. It is imported from a checkout outside this repository; ``dino.json`` records versions and the SHA-256 of the files run.
+Provenance: https://github.com/facebookresearch/dino (Apache 2.0) at commit 7c446df5b9f45747937fb0d72314eb9f7b66930a,
+run in fp32 on one CPU thread. It is imported from a checkout outside this repository; ``dino.json`` records versions
+and the SHA-256 of the files run.
 
-Patched while their code runs: ``Tensor.cuda`` returns its tensor; ``torch.cuda.amp.autocast`` is a null context; ``torch.cuda.synchronize``
-and the averaging of logged numbers over processes do nothing; ``DistributedDataParallel`` is an ``nn.Sequential`` of one ``module``;
-``all_reduce`` runs in a one-process gloo group; ``utils.cancel_gradients_last_layer``, called between backward and update, is wrapped to
-record gradients. The initial weights are theirs made wider, and are recorded, as are all inputs.
+Patched while their code runs: ``Tensor.cuda`` returns its tensor; ``torch.cuda.amp.autocast`` is a null context;
+``torch.cuda.synchronize`` and the averaging of logged numbers over processes do nothing; ``DistributedDataParallel`` is
+an ``nn.Sequential`` of one ``module``; ``all_reduce`` runs in a one-process gloo group;
+``utils.cancel_gradients_last_layer``, called between backward and update, is wrapped to record gradients. The initial
+weights are theirs made wider, and are recorded, as are all inputs.
 """
 
 from __future__ import annotations
@@ -37,7 +39,15 @@ COMMIT = "7c446df5b9f45747937fb0d72314eb9f7b66930a"
 MODULES = ("main_dino", "utils", "vision_transformer")
 LOSS = {"views": 5, "samples": 4, "dim": 8, "prototypes": 24, "steps": 3}
 HEAD = {"in_dim": 12, "out_dim": 24, "hidden_dim": 20, "bottleneck_dim": 8}
-BACKBONE = {"img_size": [8], "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "qkv_bias": True, "drop_path_rate": 0.0}
+BACKBONE = {
+    "img_size": [8],
+    "patch_size": 4,
+    "embed_dim": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "qkv_bias": True,
+    "drop_path_rate": 0.0,
+}
 STEP_HEAD = {"in_dim": 16, "out_dim": 40, "hidden_dim": 24, "bottleneck_dim": 8}
 EPOCHS, EPOCHS_RUN, STEPS_PER_EPOCH, BATCH, CLIP, FROZEN_EPOCHS = 4, 3, 2, 4, 0.5, 1
 SCHEDULES = {
@@ -69,14 +79,21 @@ def official_code_on_cpu(utils: Any) -> Iterator[None]:
 
 def golden_head(vits: Any) -> dict[str, Tensor]:
     torch.manual_seed(1)
-    head = vits.DINOHead(HEAD["in_dim"], HEAD["out_dim"], hidden_dim=HEAD["hidden_dim"], bottleneck_dim=HEAD["bottleneck_dim"])
+    head = vits.DINOHead(
+        HEAD["in_dim"], HEAD["out_dim"], hidden_dim=HEAD["hidden_dim"], bottleneck_dim=HEAD["bottleneck_dim"]
+    )
     widen(head)
     features = torch.randn(6, HEAD["in_dim"])
-    return {f"head/{key}": value for key, value in head.state_dict().items()} | {"head/features": features, "head/outputs": head(features)}
+    return {f"head/{key}": value for key, value in head.state_dict().items()} | {
+        "head/features": features,
+        "head/outputs": head(features),
+    }
 
 
 def golden_loss(main: Any) -> dict[str, Tensor]:
-    """Several steps of their loss on outputs of their last layer, so that the centre moves; the layers stay as they are."""
+    """Several steps of their loss on outputs of their last layer, so that the centre moves; the layers stay as they
+    are.
+    """
     torch.manual_seed(2)
     dim, count = LOSS["dim"], LOSS["prototypes"]
     student_layer, teacher_layer = (nn.utils.weight_norm(nn.Linear(dim, count, bias=False)) for _ in range(2))
@@ -89,8 +106,11 @@ def golden_loss(main: Any) -> dict[str, Tensor]:
         for part in ("weight_v", "weight_g")
     }
     for step in range(LOSS["steps"]):
-        centres = torch.randn(LOSS["samples"], dim)  # views of a sample are alike, so that the loss is not that of pure noise
-        student = nn.functional.normalize(centres + 0.7 * torch.randn(LOSS["views"], LOSS["samples"], dim), dim=-1).requires_grad_()
+        # views of a sample are alike, so that the loss is not that of pure noise
+        centres = torch.randn(LOSS["samples"], dim)
+        student = nn.functional.normalize(
+            centres + 0.7 * torch.randn(LOSS["views"], LOSS["samples"], dim), dim=-1
+        ).requires_grad_()
         teacher = nn.functional.normalize(centres + 0.7 * torch.randn(2, LOSS["samples"], dim), dim=-1)
         loss = loss_of(student_layer(student.flatten(0, 1)), teacher_layer(teacher.flatten(0, 1)).detach(), step)
         trained = (student, student_layer.weight_v, student_layer.weight_g)
@@ -115,9 +135,13 @@ def golden_steps(main: Any, vits: Any) -> tuple[dict[str, Tensor], dict[str, Any
     widen(student)
     teacher.requires_grad_(False).load_state_dict(student.state_dict())
     tensors = {f"initial/{key}": value.clone() for key, value in student.state_dict().items()}
-    schedules = {key: main.utils.cosine_scheduler(epochs=EPOCHS, niter_per_ep=STEPS_PER_EPOCH, **given) for key, given in SCHEDULES.items()}
+    schedules = {
+        key: main.utils.cosine_scheduler(epochs=EPOCHS, niter_per_ep=STEPS_PER_EPOCH, **given)
+        for key, given in SCHEDULES.items()
+    }
     loss_of = main.DINOLoss(STEP_HEAD["out_dim"], 5, 0.04, 0.07, 3, EPOCHS)
-    colours = 3 * torch.randn(EPOCHS_RUN * STEPS_PER_EPOCH, BATCH, 3, 1, 1)  # one per sample, which makes its views alike
+    # one per sample, which makes its views alike
+    colours = 3 * torch.randn(EPOCHS_RUN * STEPS_PER_EPOCH, BATCH, 3, 1, 1)
     data = [(colour + torch.randn(2, BATCH, 3, 8, 8), colour + torch.randn(3, BATCH, 3, 4, 4)) for colour in colours]
     held = nn.Sequential(OrderedDict(module=student))
     optimizer = torch.optim.AdamW(main.utils.get_params_groups(held))
@@ -129,14 +153,23 @@ def golden_steps(main: Any, vits: Any) -> tuple[dict[str, Tensor], dict[str, Any
 
     def recording_cancel(epoch: int, model: nn.Module, frozen_epochs: int) -> None:
         cancel(epoch, model, frozen_epochs)
-        norms = {name.removeprefix("module."): p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+        norms = {
+            name.removeprefix("module."): p.grad.norm().item()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
         steps.append({"step": len(steps), "epoch": epoch, "loss": losses[-1].item(), "clipped_gradient_norms": norms})
 
-    with official_code_on_cpu(main.utils), mock.patch.object(main.utils, "cancel_gradients_last_layer", recording_cancel):
+    with (
+        official_code_on_cpu(main.utils),
+        mock.patch.object(main.utils, "cancel_gradients_last_layer", recording_cancel),
+    ):
         for epoch in range(EPOCHS_RUN):
             batches = data[epoch * STEPS_PER_EPOCH : (epoch + 1) * STEPS_PER_EPOCH]
             loader = [([*large, *small], torch.zeros(BATCH)) for large, small in batches]
-            main.train_one_epoch(held, teacher, teacher, loss_of, loader, optimizer, *schedules.values(), epoch, None, args)
+            main.train_one_epoch(
+                held, teacher, teacher, loss_of, loader, optimizer, *schedules.values(), epoch, None, args
+            )
     for i, (large, small) in enumerate(data):
         tensors |= {f"step{i}/global": large, f"step{i}/local": small}
         steps[i] |= {key: float(values[i]) for key, values in schedules.items()}
@@ -144,7 +177,13 @@ def golden_steps(main: Any, vits: Any) -> tuple[dict[str, Tensor], dict[str, Any
     for who, model in (("student", student), ("teacher", teacher)):
         tensors |= {f"{who}/{key}": value for key, value in model.state_dict().items()}
     tensors["centre"] = loss_of.center[0]
-    settings = {"backbone": BACKBONE, "head": STEP_HEAD, "batch_size": BATCH, "clip": CLIP, "frozen_epochs": FROZEN_EPOCHS}
+    settings = {
+        "backbone": BACKBONE,
+        "head": STEP_HEAD,
+        "batch_size": BATCH,
+        "clip": CLIP,
+        "frozen_epochs": FROZEN_EPOCHS,
+    }
     return tensors, {"settings": settings, "steps": steps}
 
 
@@ -158,9 +197,15 @@ def main() -> None:
     sys.path.insert(0, str(given.checkout.resolve()))
     official, vits = importlib.import_module("main_dino"), importlib.import_module("vision_transformer")
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    provenance = {"repository": "https://github.com/facebookresearch/dino", "commit": COMMIT, "python": platform.python_version()}
+    provenance = {
+        "repository": "https://github.com/facebookresearch/dino",
+        "commit": COMMIT,
+        "python": platform.python_version(),
+    }
     provenance |= {name: version(name) for name in ("torch", "torchvision", "numpy")}
-    provenance["sha256"] = {f"{name}.py": hashlib.sha256((given.checkout / f"{name}.py").read_bytes()).hexdigest() for name in MODULES}
+    provenance["sha256"] = {
+        f"{name}.py": hashlib.sha256((given.checkout / f"{name}.py").read_bytes()).hexdigest() for name in MODULES
+    }
     steps, report = golden_steps(official, vits)
     tensors = golden_head(vits) | golden_loss(official) | {f"steps/{key}": value for key, value in steps.items()}
     plain = {key: value.detach().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}

@@ -1,12 +1,14 @@
 """Record golden values by running iBOT's official modules: ``python make_ibot.py OFFICIAL_CHECKOUT [--out FOLDER]``.
 
-Provenance: https://github.com/bytedance/ibot (Apache 2.0) at commit da316d82636a7a7356835ef224b13d5f3ace0489, run in fp32 on one CPU
-thread. It is imported from a checkout outside this repository; ``ibot.json`` records versions and the SHA-256 of the files run.
+Provenance: https://github.com/bytedance/ibot (Apache 2.0) at commit da316d82636a7a7356835ef224b13d5f3ace0489, run in
+fp32 on one CPU thread. It is imported from a checkout outside this repository; ``ibot.json`` records versions and the
+SHA-256 of the files run.
 
-Patched while their code runs: ``Tensor.cuda`` returns its tensor; ``torch.cuda.amp.autocast`` is a null context; ``torch.cuda.synchronize``
-and the averaging of logged numbers over processes do nothing; ``DistributedDataParallel`` is a class that holds the ``module`` and calls
-it; collectives run in a one-process gloo group; ``utils.cancel_gradients_last_layer``, called between backward and update, is wrapped to
-record gradients. ``tensorboardX`` and ``munkres``, which nothing here calls, are stubbed. The initial weights are theirs made wider, and
+Patched while their code runs: ``Tensor.cuda`` returns its tensor; ``torch.cuda.amp.autocast`` is a null context;
+``torch.cuda.synchronize`` and the averaging of logged numbers over processes do nothing; ``DistributedDataParallel`` is
+a class that holds the ``module`` and calls it; collectives run in a one-process gloo group;
+``utils.cancel_gradients_last_layer``, called between backward and update, is wrapped to record gradients.
+``tensorboardX`` and ``munkres``, which nothing here calls, are stubbed. The initial weights are theirs made wider, and
 are recorded, as are all inputs and masks.
 """
 
@@ -35,7 +37,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 COMMIT = "da316d82636a7a7356835ef224b13d5f3ace0489"
 MODULES = ("main_ibot", "utils", "models/head", "models/vision_transformer")
 LOSS = {"global_views": 2, "local_views": 3, "samples": 4, "side": 3, "dim": 8, "prototypes": 20, "steps": 3}
-BACKBONE = {"img_size": [8], "patch_size": 2, "embed_dim": 16, "depth": 2, "num_heads": 2, "qkv_bias": True, "drop_path_rate": 0.0}
+BACKBONE = {
+    "img_size": [8],
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "qkv_bias": True,
+    "drop_path_rate": 0.0,
+}
 HEAD = {"in_dim": 16, "out_dim": 40, "hidden_dim": 24, "bottleneck_dim": 8}
 EPOCHS, EPOCHS_RUN, STEPS_PER_EPOCH, BATCH, CLIP, FROZEN_EPOCHS = 4, 2, 2, 4, 0.5, 1
 SCHEDULES = {
@@ -57,7 +67,9 @@ class Held(nn.Module):
 
 
 def widen(module: nn.Module) -> None:
-    """Wider weights than their 0.02, no bias at zero, no norm and no length at one, no empty mask token: any mix-up shows."""
+    """Wider weights than their 0.02, no bias at zero, no norm and no length at one, no empty mask token: any mix-up
+    shows.
+    """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             is_matrix = parameter.ndim > 1 and not name.endswith(("weight_g", "masked_embed"))
@@ -84,7 +96,9 @@ def official_code_on_cpu(utils: Any) -> Iterator[None]:
 
 
 def golden_loss(main: Any) -> dict[str, Tensor]:
-    """Several steps of their loss on outputs of a shared last layer, so that both centres move; the layers stay as they are."""
+    """Several steps of their loss on outputs of a shared last layer, so that both centres move; the layers stay as they
+    are.
+    """
     torch.manual_seed(2)
     dim, count, samples, side = (LOSS[key] for key in ("dim", "prototypes", "samples", "side"))
     num_views, num_local = LOSS["global_views"], LOSS["local_views"]
@@ -115,8 +129,18 @@ def golden_loss(main: Any) -> dict[str, Tensor]:
         )
         trained = (student, student_patches, student_layer.weight_v, student_layer.weight_g)
         gradients = torch.autograd.grad(outputs["loss"], trained)
-        values = {"student": student, "student_patches": student_patches, "teacher": teacher, "teacher_patches": teacher_patches}
-        values |= {"masks": masks.flatten(2), "class_loss": outputs["cls"], "patch_loss": outputs["patch"], "loss": outputs["loss"]}
+        values = {
+            "student": student,
+            "student_patches": student_patches,
+            "teacher": teacher,
+            "teacher_patches": teacher_patches,
+        }
+        values |= {
+            "masks": masks.flatten(2),
+            "class_loss": outputs["cls"],
+            "patch_loss": outputs["patch"],
+            "loss": outputs["loss"],
+        }
         values |= {"centre_after": loss_of.center[0], "patch_centre_after": loss_of.center2[0, 0]}
         values |= {"teacher_temperature": torch.tensor(loss_of.teacher_temp_schedule[step], dtype=torch.float64)}
         names = ("student", "student_patches", "weight_v", "weight_g")
@@ -126,9 +150,18 @@ def golden_loss(main: Any) -> dict[str, Tensor]:
 
 
 def networks(main: Any, models: Any) -> tuple[nn.Module, nn.Module]:
-    sizes = {"patch_out_dim": HEAD["out_dim"], "hidden_dim": HEAD["hidden_dim"], "bottleneck_dim": HEAD["bottleneck_dim"]}
-    heads = [main.iBOTHead(HEAD["in_dim"], HEAD["out_dim"], norm_last_layer=False, shared_head=True, **sizes) for _ in range(2)]
-    student = main.utils.MultiCropWrapper(models.VisionTransformer(**BACKBONE, return_all_tokens=True, masked_im_modeling=True), heads[0])
+    sizes = {
+        "patch_out_dim": HEAD["out_dim"],
+        "hidden_dim": HEAD["hidden_dim"],
+        "bottleneck_dim": HEAD["bottleneck_dim"],
+    }
+    heads = [
+        main.iBOTHead(HEAD["in_dim"], HEAD["out_dim"], norm_last_layer=False, shared_head=True, **sizes)
+        for _ in range(2)
+    ]
+    student = main.utils.MultiCropWrapper(
+        models.VisionTransformer(**BACKBONE, return_all_tokens=True, masked_im_modeling=True), heads[0]
+    )
     teacher = main.utils.MultiCropWrapper(models.VisionTransformer(**BACKBONE, return_all_tokens=True), heads[1])
     widen(student)
     teacher.requires_grad_(False).load_state_dict(student.state_dict(), strict=False)
@@ -144,32 +177,54 @@ def golden_steps(main: Any, models: Any) -> tuple[dict[str, Tensor], dict[str, A
     torch.manual_seed(2022)
     student, teacher = networks(main, models)
     tensors = {f"initial/{key}": value for key, value in state_of(student).items()}
-    schedules = {key: main.utils.cosine_scheduler(epochs=EPOCHS, niter_per_ep=STEPS_PER_EPOCH, **given) for key, given in SCHEDULES.items()}
+    schedules = {
+        key: main.utils.cosine_scheduler(epochs=EPOCHS, niter_per_ep=STEPS_PER_EPOCH, **given)
+        for key, given in SCHEDULES.items()
+    }
     loss_of = main.iBOTLoss(HEAD["out_dim"], HEAD["out_dim"], 2, 2, 0.04, 0.07, 0.04, 0.07, 3, EPOCHS)
-    colours = 3 * torch.randn(EPOCHS_RUN * STEPS_PER_EPOCH, BATCH, 3, 1, 1)  # one per sample, which makes its views alike
+    # one per sample, which makes its views alike
+    colours = 3 * torch.randn(EPOCHS_RUN * STEPS_PER_EPOCH, BATCH, 3, 1, 1)
     data = [
-        (colour + torch.randn(2, BATCH, 3, 8, 8), colour + torch.randn(2, BATCH, 3, 4, 4), random_masks(2, BATCH, 4)) for colour in colours
+        (colour + torch.randn(2, BATCH, 3, 8, 8), colour + torch.randn(2, BATCH, 3, 4, 4), random_masks(2, BATCH, 4))
+        for colour in colours
     ]
     held = Held(student)
     optimizer = torch.optim.AdamW(main.utils.get_params_groups(held))
     args = SimpleNamespace(
-        epochs=EPOCHS, clip_grad=CLIP, freeze_last_layer=FROZEN_EPOCHS, global_crops_number=2, use_masked_im_modeling=True
+        epochs=EPOCHS,
+        clip_grad=CLIP,
+        freeze_last_layer=FROZEN_EPOCHS,
+        global_crops_number=2,
+        use_masked_im_modeling=True,
     )
     steps: list[dict[str, Any]] = []
     losses: list[dict[str, float]] = []
     cancel = main.utils.cancel_gradients_last_layer
-    loss_of.register_forward_hook(lambda module, inputs, output: losses.append({key: value.item() for key, value in output.items()}))
+    loss_of.register_forward_hook(
+        lambda module, inputs, output: losses.append({key: value.item() for key, value in output.items()})
+    )
 
     def recording_cancel(epoch: int, model: nn.Module, frozen_epochs: int) -> None:
         cancel(epoch, model, frozen_epochs)
-        norms = {name.removeprefix("module."): p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+        norms = {
+            name.removeprefix("module."): p.grad.norm().item()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
         steps.append({"step": len(steps), "epoch": epoch, "losses": losses[-1], "clipped_gradient_norms": norms})
 
-    with official_code_on_cpu(main.utils), mock.patch.object(main.utils, "cancel_gradients_last_layer", recording_cancel):
+    with (
+        official_code_on_cpu(main.utils),
+        mock.patch.object(main.utils, "cancel_gradients_last_layer", recording_cancel),
+    ):
         for epoch in range(EPOCHS_RUN):
             batches = data[epoch * STEPS_PER_EPOCH : (epoch + 1) * STEPS_PER_EPOCH]
-            loader = [([*large, *small], torch.zeros(BATCH, dtype=torch.int64), [*masks]) for large, small, masks in batches]
-            main.train_one_epoch(held, teacher, teacher, loss_of, loader, optimizer, *schedules.values(), epoch, None, args)
+            loader = [
+                ([*large, *small], torch.zeros(BATCH, dtype=torch.int64), [*masks]) for large, small, masks in batches
+            ]
+            main.train_one_epoch(
+                held, teacher, teacher, loss_of, loader, optimizer, *schedules.values(), epoch, None, args
+            )
     for i, (large, small, masks) in enumerate(data):
         tensors |= {f"step{i}/global": large, f"step{i}/local": small, f"step{i}/masks": masks.flatten(2)}
         steps[i] |= {key: float(values[i]) for key, values in schedules.items()}
@@ -192,9 +247,15 @@ def main() -> None:
     sys.modules |= {name: mock.MagicMock() for name in ("tensorboardX", "munkres")}
     official, models = importlib.import_module("main_ibot"), importlib.import_module("models")
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    provenance = {"repository": "https://github.com/bytedance/ibot", "commit": COMMIT, "python": platform.python_version()}
+    provenance = {
+        "repository": "https://github.com/bytedance/ibot",
+        "commit": COMMIT,
+        "python": platform.python_version(),
+    }
     provenance |= {name: version(name) for name in ("torch", "torchvision", "timm", "numpy")}
-    provenance["sha256"] = {f"{name}.py": hashlib.sha256((given.checkout / f"{name}.py").read_bytes()).hexdigest() for name in MODULES}
+    provenance["sha256"] = {
+        f"{name}.py": hashlib.sha256((given.checkout / f"{name}.py").read_bytes()).hexdigest() for name in MODULES
+    }
     steps, report = golden_steps(official, models)
     tensors = golden_loss(official) | {f"steps/{key}": value for key, value in steps.items()}
     plain = {key: value.detach().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}

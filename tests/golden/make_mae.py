@@ -1,12 +1,14 @@
-"""Record golden values of MAE by running its authors' own modules: ``python make_mae.py OFFICIAL_CHECKOUT [--out FOLDER]``.
+"""Record golden values of MAE by running its authors' own modules: ``python make_mae.py OFFICIAL_CHECKOUT [--out
+FOLDER]``.
 
-Provenance: https://github.com/facebookresearch/mae at commit efb2a8062c206524e35e47d04501ed4f544c0ae8 (April 2022), in fp32 on one CPU
-thread. That code is imported from a checkout outside this repository, and none of it is contained here. ``mae.json`` records the versions
-and the SHA-256 of the files run.
+Provenance: https://github.com/facebookresearch/mae at commit efb2a8062c206524e35e47d04501ed4f544c0ae8 (April 2022), in
+fp32 on one CPU thread. That code is imported from a checkout outside this repository, and none of it is contained here.
+``mae.json`` records the versions and the SHA-256 of the files run.
 
-Their ``MaskedAutoencoderViT`` runs as a whole on a small network, with and without normalised pixels. Patched while it runs: timm's
-``Block`` loses the argument ``qk_scale``, which it no longer takes (they pass None); ``np.float`` is float; ``torch.rand``, which is their
-only draw, is wrapped to record. The weights are theirs made wider, without zeros and ones that would hide mix-ups, and are recorded.
+Their ``MaskedAutoencoderViT`` runs as a whole on a small network, with and without normalised pixels. Patched while it
+runs: timm's ``Block`` loses the argument ``qk_scale``, which it no longer takes (they pass None); ``np.float`` is
+float; ``torch.rand``, which is their only draw, is wrapped to record. The weights are theirs made wider, without zeros
+and ones that would hide mix-ups, and are recorded.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def golden_passes(model: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
         for name, parameter in model.named_parameters():
             if "pos_embed" not in name:
                 parameter.copy_(2 * parameter if parameter.ndim > 1 else parameter + 0.2 * torch.randn_like(parameter))
-    images = torch.randn(BATCH, 3, 16, 16).cumsum(dim=2).cumsum(dim=3) / 8  # neighbouring pixels are alike, patches differ in contrast
+    # neighbouring pixels are alike, patches differ in contrast
+    images = torch.randn(BATCH, 3, 16, 16).cumsum(dim=2).cumsum(dim=3) / 8
     tensors = {"images": images, **{f"weights/{key}": value for key, value in model.state_dict().items()}}
     draw, noises, losses = torch.rand, list[Tensor](), dict[str, float]()
 
@@ -72,9 +75,16 @@ def golden_passes(model: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
             loss, predictions, mask = model(images, mask_ratio=MASK_RATIO)
         loss.backward()
         losses[case] = loss.item()
-        tensors |= {f"{case}/noise": noises[-1], f"{case}/predictions": predictions, f"{case}/mask": mask, f"{case}/loss": loss}
+        tensors |= {
+            f"{case}/noise": noises[-1],
+            f"{case}/predictions": predictions,
+            f"{case}/mask": mask,
+            f"{case}/loss": loss,
+        }
         if normalised:
-            gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+            gradients = {
+                name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad
+            }
             tensors |= {f"{case}/gradient/{name}": gradient for name, gradient in gradients.items()}
     return tensors, losses
 
@@ -90,10 +100,19 @@ def main() -> None:
     tensors, losses = golden_passes(official_model(given.checkout))
     plain = {key: value.detach().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
     (given.out / "mae.safetensors").write_bytes(save(plain))
-    provenance = {"repository": "https://github.com/facebookresearch/mae", "commit": COMMIT, "python": platform.python_version()}
+    provenance = {
+        "repository": "https://github.com/facebookresearch/mae",
+        "commit": COMMIT,
+        "python": platform.python_version(),
+    }
     provenance |= {name: version(name) for name in ("torch", "timm", "numpy")}
     hashes = {name: hashlib.sha256((given.checkout / name).read_bytes()).hexdigest() for name in FILES}
-    record = {"provenance": {**provenance, "sha256": hashes}, "model": MODEL, "mask_ratio": MASK_RATIO, "losses": losses}
+    record = {
+        "provenance": {**provenance, "sha256": hashes},
+        "model": MODEL,
+        "mask_ratio": MASK_RATIO,
+        "losses": losses,
+    }
     (given.out / "mae.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

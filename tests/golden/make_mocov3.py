@@ -1,16 +1,20 @@
-"""Record golden values of MoCo-v3 by running its authors' own modules: ``python make_mocov3.py OFFICIAL_CHECKOUT [--out FOLDER]``.
+"""Record golden values of MoCo-v3 by running its authors' own modules: ``python make_mocov3.py OFFICIAL_CHECKOUT [--out
+FOLDER]``.
 
-Provenance: https://github.com/facebookresearch/moco-v3 at commit c349e6e24f40d3fedb22d973f92defa4cedf37a7 (its last, November 2021), in
-fp32 on one CPU thread. That code (CC BY-NC) is imported from a checkout outside this repository, and none of it is contained here.
-``mocov3.json`` records the versions, the SHA-256 of the files run, settings, schedule values and losses.
+Provenance: https://github.com/facebookresearch/moco-v3 at commit c349e6e24f40d3fedb22d973f92defa4cedf37a7 (its last,
+November 2021), in fp32 on one CPU thread. That code (CC BY-NC) is imported from a checkout outside this repository, and
+none of it is contained here. ``mocov3.json`` records the versions, the SHA-256 of the files run, settings, schedule
+values and losses.
 
-Recorded are the four steps of their ``main_moco.train`` over two epochs with ``MoCo_ViT`` on a small ``VisionTransformerMoCo``, which has
-their frozen patch embedding and fixed positions: views, weights before and after, gradients of the first step. Weights start as theirs,
-but with noise on all that would be zero or one, and a wider class token: mix-ups would not show otherwise.
+Recorded are the four steps of their ``main_moco.train`` over two epochs with ``MoCo_ViT`` on a small
+``VisionTransformerMoCo``, which has their frozen patch embedding and fixed positions: views, weights before and after,
+gradients of the first step. Weights start as theirs, but with noise on all that would be zero or one, and a wider class
+token: mix-ups would not show otherwise.
 
-Patched while their code runs: ``Tensor.cuda`` returns its tensor, ``torch.cuda.amp.autocast`` is a null context, the gradient scaler is a
-stand-in that does not scale, ``concat_all_gather`` works in a one-process gloo group. Their code was written for timm 0.4.9: the name
-``timm.models.layers.helpers`` and the attribute ``num_tokens`` (1, the class token), which timm no longer has, are put back.
+Patched while their code runs: ``Tensor.cuda`` returns its tensor, ``torch.cuda.amp.autocast`` is a null context, the
+gradient scaler is a stand-in that does not scale, ``concat_all_gather`` works in a one-process gloo group. Their code
+was written for timm 0.4.9: the name ``timm.models.layers.helpers`` and the attribute ``num_tokens`` (1, the class
+token), which timm no longer has, are put back.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ WEIGHT_DECAY = 0.1
 
 
 class Recorder:
-    """Stand-in for the gradient scaler (no scaling), which also records losses, learning rates and the gradients of the first step."""
+    """Stand-in for the gradient scaler (no scaling), which also records losses, learning rates and the gradients of the
+    first step.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -58,7 +64,9 @@ class Recorder:
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self.steps[-1]["learning_rate"] = float(optimizer.param_groups[0]["lr"])
-        named = {name: parameter.grad for name, parameter in self._model.named_parameters() if parameter.grad is not None}
+        named = {
+            name: parameter.grad for name, parameter in self._model.named_parameters() if parameter.grad is not None
+        }
         self.gradients = self.gradients or {name: gradient.clone() for name, gradient in named.items()}
         optimizer.step()
 
@@ -85,7 +93,9 @@ def build(vits: Any, builder: Any) -> nn.Module:
 
 def record_steps(main_moco: Any, vits: Any, builder: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model = build(vits, builder)
-    tensors = {f"initial/{name}": value for name, value in weights(model).items() if not name.startswith("momentum_encoder")}
+    tensors = {
+        f"initial/{name}": value for name, value in weights(model).items() if not name.startswith("momentum_encoder")
+    }
     num_steps = EPOCHS_RUN * STEPS_PER_EPOCH
     colours = 2 * torch.randn(num_steps, 1, BATCH, 3, 1, 1)  # one for each image, which makes its views alike
     views = colours + torch.randn(num_steps, 2, BATCH, 3, 8, 8)
@@ -98,13 +108,21 @@ def record_steps(main_moco: Any, vits: Any, builder: Any) -> tuple[dict[str, Ten
         mock.patch.object(torch.cuda.amp, "autocast", return_value=contextlib.nullcontext()),
     ):
         for epoch in range(EPOCHS_RUN):
-            batches = [(list(pair.clone()), None) for pair in views[epoch * STEPS_PER_EPOCH : (epoch + 1) * STEPS_PER_EPOCH]]
+            batches = [
+                (list(pair.clone()), None) for pair in views[epoch * STEPS_PER_EPOCH : (epoch + 1) * STEPS_PER_EPOCH]
+            ]
             main_moco.train(batches, model, optimizer, recorder, None, epoch, args)
     tensors |= {f"gradient/{name}": value for name, value in recorder.gradients.items()}
     tensors |= {f"final/{name}": value for name, value in weights(model).items()}
     for step, values in enumerate(recorder.steps):
         values["momentum"] = main_moco.adjust_moco_momentum(step / STEPS_PER_EPOCH, args)
-    settings = {"backbone": BACKBONE, "dim": DIM, "mlp_dim": MLP_DIM, "temperature": TEMPERATURE, "weight_decay": WEIGHT_DECAY}
+    settings = {
+        "backbone": BACKBONE,
+        "dim": DIM,
+        "mlp_dim": MLP_DIM,
+        "temperature": TEMPERATURE,
+        "weight_decay": WEIGHT_DECAY,
+    }
     settings |= {"batch_size": BATCH, "steps_per_epoch": STEPS_PER_EPOCH, "training": TRAINING}
     return tensors, {"settings": settings, "steps": recorder.steps}
 
@@ -124,9 +142,15 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     tensors, report = record_steps(main_moco, vits, builder)
     torch.distributed.destroy_process_group()
-    provenance = {"repository": "https://github.com/facebookresearch/moco-v3", "commit": COMMIT, "python": platform.python_version()}
+    provenance = {
+        "repository": "https://github.com/facebookresearch/moco-v3",
+        "commit": COMMIT,
+        "python": platform.python_version(),
+    }
     provenance |= {name: version(name) for name in ("torch", "timm", "numpy")}
-    provenance["sha256"] = {f"{name}.py": hashlib.sha256((given.checkout / f"{name}.py").read_bytes()).hexdigest() for name in MODULES}
+    provenance["sha256"] = {
+        f"{name}.py": hashlib.sha256((given.checkout / f"{name}.py").read_bytes()).hexdigest() for name in MODULES
+    }
     plain = {name: value.contiguous() for name, value in tensors.items()}
     (given.out / "mocov3.safetensors").write_bytes(save(plain))
     (given.out / "mocov3.json").write_text(json.dumps({"provenance": provenance, **report}, indent=1) + "\n")

@@ -1,19 +1,23 @@
-"""Record reference values of NNCLR from independent code: ``python make_nnclr.py LIGHTLY_CHECKOUT SOLO_LEARN_CHECKOUT [--out FOLDER]``.
+"""Record reference values of NNCLR from independent code: ``python make_nnclr.py LIGHTLY_CHECKOUT SOLO_LEARN_CHECKOUT
+[--out FOLDER]``.
 
-The authors published no code. So these values come from two re-implementations, neither of which follows the paper in every part alone:
+The authors published no code. So these values come from two re-implementations, neither of which follows the paper in
+every part alone:
 
 - heads and nearest-neighbour memory from https://github.com/lightly-ai/lightly at commit e8d317fc5a87f4387a85a35e689869039ec249ee (its
   loss is not used: NTXentLoss adds further negatives, which the paper does not have);
 - the loss from https://github.com/vturrisi/solo-learn at commit 9187ea39c2c3f43c455ab06664d2b019a9802954 (its heads have biases before
   batch norm). Only the file ``solo/losses/nnclr.py`` is run, with a stand-in for the module of collectives that it imports.
 
-Each loss is also computed by ``paper_loss`` below, our transcription of the paper's formula in NumPy and float64; the script stops where
-they differ. The loop (symmetric halves, which view enters the memory) is ours, after the paper's algorithm; weights take plain gradient
-steps, because AdamW would blow up the rounding noise of gradients that are exactly zero. Run in fp32 on one CPU thread. None of the two
-projects' code is contained here; ``nnclr.json`` records the versions and the SHA-256 of the files run.
+Each loss is also computed by ``paper_loss`` below, our transcription of the paper's formula in NumPy and float64; the
+script stops where they differ. The loop (symmetric halves, which view enters the memory) is ours, after the paper's
+algorithm; weights take plain gradient steps, because AdamW would blow up the rounding noise of gradients that are
+exactly zero. Run in fp32 on one CPU thread. None of the two projects' code is contained here; ``nnclr.json`` records
+the versions and the SHA-256 of the files run.
 
-Weights start as torch and timm draw them, but with noise on all that would be zero or one: mix-ups would not show otherwise. Only the bias
-of the projector's last batch norm stays zero: the predictor's takes it away again, it is never trained, and ours has none.
+Weights start as torch and timm draw them, but with noise on all that would be zero or one: mix-ups would not show
+otherwise. Only the bias of the projector's last batch norm stays zero: the predictor's takes it away again, it is never
+trained, and ours has none.
 """
 
 from __future__ import annotations
@@ -38,7 +42,11 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 LIGHTLY_COMMIT, SOLO_COMMIT = "e8d317fc5a87f4387a85a35e689869039ec249ee", "9187ea39c2c3f43c455ab06664d2b019a9802954"
-LIGHTLY_FILES = ("lightly/models/modules/heads.py", "lightly/models/modules/memory_bank.py", "lightly/models/modules/nn_memory_bank.py")
+LIGHTLY_FILES = (
+    "lightly/models/modules/heads.py",
+    "lightly/models/modules/memory_bank.py",
+    "lightly/models/modules/nn_memory_bank.py",
+)
 SOLO_FILE = "solo/losses/nnclr.py"
 BACKBONE = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 2}
 DIM, PROJECTOR_DIM, PREDICTOR_DIM, ROWS, TEMPERATURE, BATCH, NUM_STEPS = 8, 20, 24, 24, 0.1, 8, 4
@@ -47,9 +55,12 @@ UNTRAINED = "projector.layers.7.bias"
 
 
 def paper_loss(friends: Tensor, predictions: Tensor) -> float:
-    """The paper's formula: minus the log of the softmax, over the predictions of the batch, of the similarity to the friend."""
+    """The paper's formula: minus the log of the softmax, over the predictions of the batch, of the similarity to the
+    friend.
+    """
     unit = [
-        rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (friends.double().numpy(), predictions.detach().double().numpy())
+        rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        for rows in (friends.double().numpy(), predictions.detach().double().numpy())
     ]
     exponentials = np.exp(unit[0] @ unit[1].T / TEMPERATURE)
     return float(-np.log(np.diag(exponentials) / exponentials.sum(axis=1)).mean())
@@ -106,7 +117,9 @@ def record_steps(heads: Any, banks: Any, loss_of: Any) -> tuple[dict[str, Tensor
         optimizer.zero_grad()
         loss.backward()
         if step == 0:
-            tensors |= {f"gradient/{name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            tensors |= {
+                f"gradient/{name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+            }
         optimizer.step()
         losses.append(loss.item())
     tensors |= {f"final/{name}": parameter.detach() for name, parameter in model.named_parameters()}
@@ -114,7 +127,13 @@ def record_steps(heads: Any, banks: Any, loss_of: Any) -> tuple[dict[str, Tensor
     assert tensors.pop(f"initial/{UNTRAINED}").abs().max() == 0
     assert tensors.pop(f"gradient/{UNTRAINED}").abs().max() < 1e-6
     assert tensors.pop(f"final/{UNTRAINED}").abs().max() < 1e-7
-    settings = {"backbone": BACKBONE, "dim": DIM, "projector_dim": PROJECTOR_DIM, "predictor_dim": PREDICTOR_DIM, "batch_size": BATCH}
+    settings = {
+        "backbone": BACKBONE,
+        "dim": DIM,
+        "projector_dim": PROJECTOR_DIM,
+        "predictor_dim": PREDICTOR_DIM,
+        "batch_size": BATCH,
+    }
     settings |= {"memory_rows": ROWS, "temperature": TEMPERATURE, "learning_rate": LEARNING_RATE}
     return tensors, {"settings": settings, "losses": losses, "final_pointer": int(bank.bank_ptr)}
 
@@ -131,7 +150,10 @@ def main() -> None:
     sys.path.insert(0, str(given.lightly.resolve()))
     heads, banks = (importlib.import_module(f"lightly.models.modules.{name}") for name in ("heads", "nn_memory_bank"))
     tensors, report = record_steps(heads, banks, solo_loss(given.solo_learn))
-    provenance: dict[str, Any] = {"python": platform.python_version(), **{name: version(name) for name in ("torch", "timm", "numpy")}}
+    provenance: dict[str, Any] = {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "timm", "numpy")},
+    }
     provenance["lightly"] = {"repository": "https://github.com/lightly-ai/lightly", "commit": LIGHTLY_COMMIT}
     provenance["solo-learn"] = {"repository": "https://github.com/vturrisi/solo-learn", "commit": SOLO_COMMIT}
     files = [(given.lightly, name) for name in LIGHTLY_FILES] + [(given.solo_learn, SOLO_FILE)]

@@ -1,12 +1,15 @@
-"""Record golden values of supervised training by running DeiT's code: ``python make_supervised.py OFFICIAL_CHECKOUT [--out FOLDER]``.
+"""Record golden values of supervised training by running DeiT's code: ``python make_supervised.py OFFICIAL_CHECKOUT
+[--out FOLDER]``.
 
-Provenance: https://github.com/facebookresearch/deit at commit 7e160fe43f0252d17191b71cbb5826254114ea5b (March 2024), in fp32 on one CPU
-thread, with timm's ``Mixup`` and ``SoftTargetCrossEntropy``, as its ``main.py`` puts them together. That code is imported from a checkout
-outside this repository, and none of it is contained here. ``supervised.json`` records the versions and the SHA-256 of the files run.
+Provenance: https://github.com/facebookresearch/deit at commit 7e160fe43f0252d17191b71cbb5826254114ea5b (March 2024), in
+fp32 on one CPU thread, with timm's ``Mixup`` and ``SoftTargetCrossEntropy``, as its ``main.py`` puts them together.
+That code is imported from a checkout outside this repository, and none of it is contained here. ``supervised.json``
+records the versions and the SHA-256 of the files run.
 
-One step of their ``train_one_epoch`` for each case, on a small timm ViT with a classifier. Patched: ``torch.cuda.amp.autocast`` is a null
-context, ``torch.cuda.synchronize`` does nothing, the gradient scaler is a stand-in that does not scale, and numpy's ``rand``,
-``beta`` and ``randint`` give the case's own numbers. The weights are timm's made wider, and are recorded.
+One step of their ``train_one_epoch`` for each case, on a small timm ViT with a classifier. Patched:
+``torch.cuda.amp.autocast`` is a null context, ``torch.cuda.synchronize`` does nothing, the gradient scaler is a
+stand-in that does not scale, and numpy's ``rand``, ``beta`` and ``randint`` give the case's own numbers. The weights
+are timm's made wider, and are recorded.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ class Scaler:
         loss.backward()  # type: ignore[no-untyped-call]
 
 
-def one_step(engine: Any, model: nn.Module, images: Tensor, labels: Tensor, case: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def one_step(
+    engine: Any, model: nn.Module, images: Tensor, labels: Tensor, case: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Loss of their step and the targets it used; gradients stay in the model."""
     criterion: nn.Module = LabelSmoothingCrossEntropy(SMOOTHING) if case["cuts"] is None else SoftTargetCrossEntropy()
     recorded = list[Tensor]()
@@ -73,14 +78,17 @@ def one_step(engine: Any, model: nn.Module, images: Tensor, labels: Tensor, case
     with (
         mock.patch.object(torch.cuda.amp, "autocast", return_value=contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "synchronize"),
-        mock.patch.object(np.random, "rand", return_value=0.0 if case["cuts"] else 0.7),  # below 0.5: CutMix; always below 1: mixed
+        # below 0.5: CutMix; always below 1: mixed
+        mock.patch.object(np.random, "rand", return_value=0.0 if case["cuts"] else 0.7),
         mock.patch.object(np.random, "beta", return_value=case.get("share")),
         mock.patch.object(np.random, "randint", side_effect=case.get("centre")),
     ):
         optimizer = SimpleNamespace(zero_grad=model.zero_grad, param_groups=[{"lr": 0.0}])
         arguments = SimpleNamespace(cosub=False, bce_loss=False)
         batches = [(images.clone(), labels.clone())]
-        engine.train_one_epoch(model, remember, batches, optimizer, torch.device("cpu"), 0, scaler, mixup_fn=mixup, args=arguments)
+        engine.train_one_epoch(
+            model, remember, batches, optimizer, torch.device("cpu"), 0, scaler, mixup_fn=mixup, args=arguments
+        )
     return scaler.loss, recorded[0]
 
 
@@ -91,7 +99,11 @@ def golden_steps(engine: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
             parameter.copy_(6 * parameter if parameter.ndim > 1 else parameter + 0.2 * torch.randn_like(parameter))
     images = torch.randn(BATCH, 3, 12, 12)
     labels = torch.tensor([0, 3, 6, 2, 3, 5])
-    tensors = {"images": images, "labels": labels, **{f"weights/{key}": value.clone() for key, value in model.state_dict().items()}}
+    tensors = {
+        "images": images,
+        "labels": labels,
+        **{f"weights/{key}": value.clone() for key, value in model.state_dict().items()},
+    }
     losses = {}
     for name, case in CASES.items():
         loss, targets = one_step(engine, model, images, labels, case)
@@ -117,10 +129,20 @@ def main() -> None:
     tensors, losses = golden_steps(importlib.import_module("engine"))
     plain = {key: value.detach().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
     (given.out / "supervised.safetensors").write_bytes(save(plain))
-    provenance = {"repository": "https://github.com/facebookresearch/deit", "commit": COMMIT, "python": platform.python_version()}
+    provenance = {
+        "repository": "https://github.com/facebookresearch/deit",
+        "commit": COMMIT,
+        "python": platform.python_version(),
+    }
     provenance |= {name: version(name) for name in ("torch", "timm", "numpy")}
     hashes = {name: hashlib.sha256((given.checkout / name).read_bytes()).hexdigest() for name in FILES}
-    record = {"provenance": {**provenance, "sha256": hashes}, "model": MODEL, "smoothing": SMOOTHING, "cases": CASES, "losses": losses}
+    record = {
+        "provenance": {**provenance, "sha256": hashes},
+        "model": MODEL,
+        "smoothing": SMOOTHING,
+        "cases": CASES,
+        "losses": losses,
+    }
     (given.out / "supervised.json").write_text(json.dumps(record, indent=1) + "\n")
 
 

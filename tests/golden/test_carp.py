@@ -21,19 +21,35 @@ FOLDER = Path(__file__).parent
 GOLDEN = load_file(FOLDER / "carp.safetensors")
 SETTINGS = json.loads((FOLDER / "carp.json").read_text())["step"]
 # Where their layers are in our head: biases before batch norm are left out, because it takes them away.
-HEAD_LAYERS = {"mlp.0.weight", "mlp.1.weight", "mlp.1.bias", "mlp.3.weight", "mlp.4.weight", "mlp.4.bias", "mlp.6.weight", "mlp.6.bias"}
+HEAD_LAYERS = {
+    "mlp.0.weight",
+    "mlp.1.weight",
+    "mlp.1.bias",
+    "mlp.3.weight",
+    "mlp.4.weight",
+    "mlp.4.bias",
+    "mlp.6.weight",
+    "mlp.6.bias",
+}
 USELESS = {"mlp.0.bias", "mlp.3.bias"}
 
 
 @pytest.mark.parametrize("case", ["small", "remainder", "clamped"])
 @pytest.mark.parametrize("kind", ["fast", "fast, one block at a time", "reference"])
-def test_loss_and_gradients_are_those_of_the_authors_code(case: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_gradients_are_those_of_the_authors_code(
+    case: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if kind == "fast, one block at a time":
         monkeypatch.setattr(partition_loss, "_MAX_LOGITS", 1)
     values = {key.split("/")[2]: value for key, value in GOLDEN.items() if key.startswith(f"loss/{case}/")}
-    student, prototypes = values["student"].clone().requires_grad_(), values["student_prototypes"].clone().requires_grad_()
+    student, prototypes = (
+        values["student"].clone().requires_grad_(),
+        values["student_prototypes"].clone().requires_grad_(),
+    )
     shape = (-1, int(values["block_size"]), student.shape[-1])
-    blocks, teacher_blocks = (rows[values["permutation"]].reshape(shape) for rows in (prototypes, values["teacher_prototypes"]))
+    blocks, teacher_blocks = (
+        rows[values["permutation"]].reshape(shape) for rows in (prototypes, values["teacher_prototypes"])
+    )
     terms = reference_partition_terms if kind == "reference" else partition_terms
     disagreement, mean_shares = terms(student, values["teacher"], blocks, teacher_blocks)
     skew = imbalance(mean_shares)
@@ -46,8 +62,14 @@ def test_loss_and_gradients_are_those_of_the_authors_code(case: str, kind: str, 
 
 def recorded(prefix: str) -> dict[str, Tensor]:
     """Their tensors under the names that they have in an Encoder and in Prototypes."""
-    named = {key.removeprefix(f"step/{prefix}/"): value for key, value in GOLDEN.items() if key.startswith(f"step/{prefix}/")}
-    ours = {key.replace("backbone.", "encoder.backbone.model."): value for key, value in named.items() if key.startswith("backbone.")}
+    named = {
+        key.removeprefix(f"step/{prefix}/"): value for key, value in GOLDEN.items() if key.startswith(f"step/{prefix}/")
+    }
+    ours = {
+        key.replace("backbone.", "encoder.backbone.model."): value
+        for key, value in named.items()
+        if key.startswith("backbone.")
+    }
     ours |= {f"encoder.head.{key}": named[f"head.{key}"] for key in HEAD_LAYERS}
     ours["prototypes.directions"] = named["head.last_layer.weight_v"]
     if "head.last_layer.weight_g" in named:
@@ -56,7 +78,9 @@ def recorded(prefix: str) -> dict[str, Tensor]:
 
 
 def named_parts(method: CARP, who: str) -> dict[str, torch.nn.Parameter]:
-    encoder, prototypes = (method.student, method.student_prototypes) if who == "student" else (method.teacher, method.teacher_prototypes)
+    encoder, prototypes = (
+        (method.student, method.student_prototypes) if who == "student" else (method.teacher, method.teacher_prototypes)
+    )
     named = {f"encoder.{key}": value for key, value in encoder.named_parameters()}
     return named | {f"prototypes.{key}": value for key, value in prototypes.named_parameters()}
 
@@ -99,7 +123,9 @@ def test_one_step_of_the_whole_method_is_that_of_the_authors_code(method: CARP) 
     parameters, gradients = named_parts(method, "student"), recorded("gradient")
     assert {key for key, parameter in parameters.items() if parameter.grad is not None} == gradients.keys()
     for key, gradient in gradients.items():
-        torch.testing.assert_close(parameters[key].grad, gradient, rtol=1e-3, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            parameters[key].grad, gradient, rtol=1e-3, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+        )
     assert all(GOLDEN[f"step/gradient/head.{key}"].abs().max() < 1e-7 for key in USELESS)
 
     method.after_step(output, hyper)  # the student has not moved: so theirs too, which moves the teacher first

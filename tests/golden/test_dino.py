@@ -1,4 +1,6 @@
-"""DINO's head, loss, centre and whole training steps against the official code (make_dino.py says how the values were made)."""
+"""DINO's head, loss, centre and whole training steps against the official code (make_dino.py says how the values were
+made).
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +18,7 @@ from massl.nn.backbone import BackboneSettings
 from massl.nn.heads import HeadSettings, ProjectionHead
 from massl.nn.prototypes import Centre, Prototypes, PrototypeSettings
 from massl.ops.prototype_attention import cross_view_weights, prototype_loss, reference_prototype_loss
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.step import TrainingStep
 
 FOLDER = Path(__file__).parent
@@ -40,7 +42,9 @@ def recorded_prototypes(who: str) -> Prototypes:
 
 def test_the_head_gives_the_outputs_of_theirs() -> None:
     sizes, weights = RECORD["head"], recorded("head")
-    projection = ProjectionHead(sizes["in_dim"], HeadSettings(hidden_dim=sizes["hidden_dim"], out_dim=sizes["bottleneck_dim"]))
+    projection = ProjectionHead(
+        sizes["in_dim"], HeadSettings(hidden_dim=sizes["hidden_dim"], out_dim=sizes["bottleneck_dim"])
+    )
     projection.load_state_dict({key: value for key, value in weights.items() if key.startswith("mlp.")})
     prototypes = Prototypes(sizes["bottleneck_dim"], PrototypeSettings(num_prototypes=sizes["out_dim"]))
     prototypes.load_state_dict({ours: weights[f"last_layer.{theirs}"] for ours, theirs in LAYER_NAMES.items()})
@@ -51,7 +55,10 @@ def test_the_head_gives_the_outputs_of_theirs() -> None:
 
 @pytest.mark.parametrize("loss_of", [prototype_loss, reference_prototype_loss], ids=["fast", "reference"])
 def test_loss_gradients_and_centre_of_several_steps_are_those_of_their_loss(loss_of: Any) -> None:
-    student_prototypes, teacher_prototypes = recorded_prototypes("student"), recorded_prototypes("teacher").requires_grad_(False)
+    student_prototypes, teacher_prototypes = (
+        recorded_prototypes("student"),
+        recorded_prototypes("teacher").requires_grad_(False),
+    )
     centre = Centre(PrototypeSettings(num_prototypes=RECORD["loss"]["prototypes"]))
     for step in range(RECORD["loss"]["steps"]):
         values = recorded(f"loss/step{step}")
@@ -78,7 +85,9 @@ def test_loss_gradients_and_centre_of_several_steps_are_those_of_their_loss(loss
 def official_weights(method: DINO, who: str) -> dict[str, Tensor]:
     """The parameters of student or teacher under the official keys."""
     encoder, prototypes = getattr(method, who), getattr(method, f"{who}_prototypes")
-    weights = {key.replace("backbone.model.", "backbone."): value for key, value in encoder.state_dict(keep_vars=True).items()}
+    weights = {
+        key.replace("backbone.model.", "backbone."): value for key, value in encoder.state_dict(keep_vars=True).items()
+    }
     return weights | {f"head.last_layer.{theirs}": getattr(prototypes, ours) for ours, theirs in LAYER_NAMES.items()}
 
 
@@ -86,7 +95,9 @@ def recorded_method() -> DINO:
     head = SETTINGS["head"]
     settings = DINOSettings(
         head=HeadSettings(hidden_dim=head["hidden_dim"], out_dim=head["bottleneck_dim"]),
-        prototypes=PrototypeSettings(num_prototypes=head["out_dim"], unit_length=False, frozen_epochs=SETTINGS["frozen_epochs"]),
+        prototypes=PrototypeSettings(
+            num_prototypes=head["out_dim"], unit_length=False, frozen_epochs=SETTINGS["frozen_epochs"]
+        ),
     )
     backbone = BackboneSettings(
         name="vit_tiny_patch16_224",
@@ -117,7 +128,11 @@ def recorded_views(step: int, images: slice) -> ViewBatch:
 def recorded_hyper(step: dict[str, Any]) -> StepHyper:
     own = {name: step[name] for name in ("momentum", "teacher_temperature")}
     return StepHyper(
-        step=step["step"], epoch=step["epoch"], learning_rate=step["learning_rate"], weight_decay=step["weight_decay"], own=own
+        step=step["step"],
+        epoch=step["epoch"],
+        learning_rate=step["learning_rate"],
+        weight_decay=step["weight_decay"],
+        own=own,
     )
 
 
@@ -125,10 +140,15 @@ def assert_same_weights(weights: dict[str, Tensor], expected: dict[str, Tensor])
     width = SETTINGS["backbone"]["embed_dim"]
     for key, value in weights.items():
         comparable = torch.ones_like(value, dtype=torch.bool)
-        if key.endswith("attn.qkv.bias"):  # the keys' part has no true gradient: AdamW scales up what rounding leaves of it
+        # the keys' part has no true gradient: AdamW scales up what rounding leaves of it
+        if key.endswith("attn.qkv.bias"):
             comparable[width : 2 * width] = False
         torch.testing.assert_close(
-            value.detach()[comparable], expected[key][comparable], rtol=0, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}"
+            value.detach()[comparable],
+            expected[key][comparable],
+            rtol=0,
+            atol=2e-5,
+            msg=lambda text, key=key: f"{key}: {text}",
         )
 
 
@@ -136,11 +156,15 @@ def assert_same_weights(weights: dict[str, Tensor], expected: dict[str, Tensor])
 def test_losses_weights_and_centre_after_whole_training_steps_are_theirs(num_parts: int) -> None:
     method = recorded_method()
     optimizer = build_optimizer(method, OptimizerSettings(clip_norm=SETTINGS["clip"]))
-    training_step = TrainingStep(method=method, parallel=method, optimizer=optimizer, bf16=False, device=torch.device("cpu"))
+    training_step = TrainingStep(
+        method=method, parallel=method, optimizer=optimizer, bf16=False, device=torch.device("cpu")
+    )
     part_size = SETTINGS["batch_size"] // num_parts
     losses = []
     for step in STEPS:
-        parts = (recorded_views(step["step"], slice(part * part_size, (part + 1) * part_size)) for part in range(num_parts))
+        parts = (
+            recorded_views(step["step"], slice(part * part_size, (part + 1) * part_size)) for part in range(num_parts)
+        )
         losses.append(training_step(parts, recorded_hyper(step), num_parts=num_parts).loss.item())
     assert losses == pytest.approx([step["loss"] for step in STEPS], rel=1e-5)
     assert_same_weights(official_weights(method, "student"), recorded("steps/student"))
@@ -152,7 +176,11 @@ def test_the_parameters_with_a_gradient_at_each_step_are_theirs_so_that_the_prot
     method = recorded_method()
     for step in STEPS:
         frozen: list[nn.Parameter] = list(method.frozen(step["epoch"]))
-        moving = {key for key, value in official_weights(method, "student").items() if all(value is not other for other in frozen)}
+        moving = {
+            key
+            for key, value in official_weights(method, "student").items()
+            if all(value is not other for other in frozen)
+        }
         assert moving == step["clipped_gradient_norms"].keys()
     assert [len(step["clipped_gradient_norms"]) for step in STEPS] == [36, 36, 38, 38, 38, 38]
 

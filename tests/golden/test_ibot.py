@@ -1,4 +1,6 @@
-"""iBOT's losses, centres and whole training steps against the official code (make_ibot.py says how the values were made)."""
+"""iBOT's losses, centres and whole training steps against the official code (make_ibot.py says how the values were
+made).
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +20,7 @@ from massl.nn.heads import HeadSettings
 from massl.nn.prototypes import Centre, Prototypes, PrototypeSettings
 from massl.ops.masked_rows import masked_rows
 from massl.ops.prototype_attention import cross_view_weights, prototype_loss
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.step import TrainingStep
 
 FOLDER = Path(__file__).parent
@@ -42,7 +44,10 @@ def recorded_prototypes(who: str) -> Prototypes:
 
 @pytest.mark.parametrize("spare_slots", [0, 5])
 def test_both_losses_their_gradients_and_centres_over_several_steps_are_those_of_their_loss(spare_slots: int) -> None:
-    student_prototypes, teacher_prototypes = recorded_prototypes("student"), recorded_prototypes("teacher").requires_grad_(False)
+    student_prototypes, teacher_prototypes = (
+        recorded_prototypes("student"),
+        recorded_prototypes("teacher").requires_grad_(False),
+    )
     settings = PrototypeSettings(num_prototypes=RECORD["loss"]["prototypes"])
     centre, patch_centre = Centre(settings), Centre(settings)
     for step in range(RECORD["loss"]["steps"]):
@@ -56,7 +61,13 @@ def test_both_losses_their_gradients_and_centres_over_several_steps_are_those_of
         class_loss = prototype_loss(student, values["teacher"], *both, centre.value, pair_weights=pairs, **temperatures)
         hidden, targets = (tokens.flatten(0, 2)[rows][None] for tokens in (student_patches, values["teacher_patches"]))
         patch_loss = prototype_loss(
-            hidden, targets, *both, patch_centre.value, pair_weights=torch.ones(1, 1), row_weights=row_weights, **temperatures
+            hidden,
+            targets,
+            *both,
+            patch_centre.value,
+            pair_weights=torch.ones(1, 1),
+            row_weights=row_weights,
+            **temperatures,
         )
         torch.testing.assert_close(class_loss, values["class_loss"], rtol=1e-5, atol=0)
         torch.testing.assert_close(patch_loss, values["patch_loss"], rtol=1e-5, atol=0)
@@ -73,7 +84,9 @@ def test_both_losses_their_gradients_and_centres_over_several_steps_are_those_of
 def official_weights(method: IBOT, who: str) -> dict[str, Tensor]:
     """The parameters of student or teacher under the official keys."""
     encoder, prototypes = getattr(method, who), getattr(method, f"{who}_prototypes")
-    weights = {key.replace("backbone.model.", "backbone."): value for key, value in encoder.state_dict(keep_vars=True).items()}
+    weights = {
+        key.replace("backbone.model.", "backbone."): value for key, value in encoder.state_dict(keep_vars=True).items()
+    }
     weights |= {f"head.last_layer.{theirs}": getattr(prototypes, ours) for ours, theirs in LAYER_NAMES.items()}
     return weights | ({"backbone.masked_embed": method.mask_token} if who == "student" else {})
 
@@ -82,7 +95,9 @@ def recorded_method() -> IBOT:
     head = SETTINGS["head"]
     settings = IBOTSettings(
         head=HeadSettings(hidden_dim=head["hidden_dim"], out_dim=head["bottleneck_dim"]),
-        prototypes=SharedPrototypeSettings(num_prototypes=head["out_dim"], unit_length=False, frozen_epochs=SETTINGS["frozen_epochs"]),
+        prototypes=SharedPrototypeSettings(
+            num_prototypes=head["out_dim"], unit_length=False, frozen_epochs=SETTINGS["frozen_epochs"]
+        ),
         masks=MaskSettings(ratios=(0.5,), ratio_variances=(0.5,)),  # room for any number of hidden patches
     )
     backbone = BackboneSettings(
@@ -118,7 +133,11 @@ def recorded_masks(key: tuple[int, str, int], image_indices: Tensor, **others: A
 def recorded_hyper(step: dict[str, Any]) -> StepHyper:
     own = {name: step[name] for name in ("momentum", "teacher_temperature")}
     return StepHyper(
-        step=step["step"], epoch=step["epoch"], learning_rate=step["learning_rate"], weight_decay=step["weight_decay"], own=own
+        step=step["step"],
+        epoch=step["epoch"],
+        learning_rate=step["learning_rate"],
+        weight_decay=step["weight_decay"],
+        own=own,
     )
 
 
@@ -127,24 +146,39 @@ def assert_same_weights(weights: dict[str, Tensor], expected: dict[str, Tensor])
     assert weights.keys() == expected.keys()
     for key, value in weights.items():
         comparable = torch.ones_like(value, dtype=torch.bool)
-        if key.endswith("attn.qkv.bias"):  # the keys' part has no true gradient: AdamW scales up what rounding leaves of it
+        # the keys' part has no true gradient: AdamW scales up what rounding leaves of it
+        if key.endswith("attn.qkv.bias"):
             comparable[width : 2 * width] = False
         torch.testing.assert_close(
-            value.detach()[comparable], expected[key][comparable], rtol=0, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}"
+            value.detach()[comparable],
+            expected[key][comparable],
+            rtol=0,
+            atol=2e-5,
+            msg=lambda text, key=key: f"{key}: {text}",
         )
 
 
 @pytest.mark.parametrize("num_parts", [1, 2], ids=["whole batches", "batches in two parts"])
-def test_losses_weights_and_centres_after_whole_training_steps_are_theirs(num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_weights_and_centres_after_whole_training_steps_are_theirs(
+    num_parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ibot, "block_masks", recorded_masks)
     method = recorded_method()
     optimizer = build_optimizer(method, OptimizerSettings(clip_norm=SETTINGS["clip"]))
-    training_step = TrainingStep(method=method, parallel=method, optimizer=optimizer, bf16=False, device=torch.device("cpu"))
+    training_step = TrainingStep(
+        method=method, parallel=method, optimizer=optimizer, bf16=False, device=torch.device("cpu")
+    )
     part_size = SETTINGS["batch_size"] // num_parts
     for step in STEPS:
-        parts = (recorded_views(step["step"], slice(part * part_size, (part + 1) * part_size)) for part in range(num_parts))
+        parts = (
+            recorded_views(step["step"], slice(part * part_size, (part + 1) * part_size)) for part in range(num_parts)
+        )
         output = training_step(parts, recorded_hyper(step), num_parts=num_parts)
-        found = {"loss": output.loss.item(), "cls": output.metrics["class_loss"].item(), "patch": output.metrics["patch_loss"].item()}
+        found = {
+            "loss": output.loss.item(),
+            "cls": output.metrics["class_loss"].item(),
+            "patch": output.metrics["patch_loss"].item(),
+        }
         assert found == pytest.approx(step["losses"], rel=1e-5)
     assert_same_weights(official_weights(method, "student"), recorded("steps/student"))
     assert_same_weights(official_weights(method, "teacher"), recorded("steps/teacher"))
@@ -156,7 +190,11 @@ def test_the_parameters_with_a_gradient_at_each_step_are_theirs_so_that_the_prot
     method = recorded_method()
     for step in STEPS:
         frozen: list[nn.Parameter] = list(method.frozen(step["epoch"]))
-        moving = {key for key, value in official_weights(method, "student").items() if all(value is not other for other in frozen)}
+        moving = {
+            key
+            for key, value in official_weights(method, "student").items()
+            if all(value is not other for other in frozen)
+        }
         assert moving == step["clipped_gradient_norms"].keys()
     assert [len(step["clipped_gradient_norms"]) for step in STEPS] == [37, 37, 39, 39]
 

@@ -17,7 +17,9 @@ CASES = ["small", "remainder", "multicrop"]
 
 def recorded_blocks(case: str) -> Tensor:
     block_size = int(GOLDEN[f"{case}/block_size"])
-    return GOLDEN[f"{case}/memory"][GOLDEN[f"{case}/permutation"]].reshape(-1, block_size, GOLDEN[f"{case}/memory"].shape[1])
+    return GOLDEN[f"{case}/memory"][GOLDEN[f"{case}/permutation"]].reshape(
+        -1, block_size, GOLDEN[f"{case}/memory"].shape[1]
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -51,4 +53,8 @@ def test_the_memory_after_the_step_is_that_of_the_authors_code(case: str) -> Non
 
 def test_a_remainder_of_the_memory_is_left_out_as_the_authors_code_does() -> None:
     memory = MemoryBank(*GOLDEN["remainder/memory"].shape)
-    assert memory.random_blocks(int(GOLDEN["remainder/block_size"]), key=0).shape == recorded_blocks("remainder").shape == (3, 16, 8)
+    assert (
+        memory.random_blocks(int(GOLDEN["remainder/block_size"]), key=0).shape
+        == recorded_blocks("remainder").shape
+        == (3, 16, 8)
+    )

@@ -29,7 +29,9 @@ def ours_of(name: str) -> str:
     if name == "mask_token":
         return "decoder.mask_token"
     if name.startswith("decoder_"):
-        return "decoder." + name.removeprefix("decoder_").replace("pred.", "predict.", 1).replace("pos_embed", "positions")
+        return "decoder." + name.removeprefix("decoder_").replace("pred.", "predict.", 1).replace(
+            "pos_embed", "positions"
+        )
     return f"backbone.model.{name}"
 
 
@@ -41,14 +43,20 @@ def recorded_method(*, normalised: bool) -> MAE:
         drop_path_rate=0.0,
         timm_options={key: MODEL[key] for key in ("embed_dim", "depth", "num_heads")},
     )
-    decoder = DecoderSettings(dim=MODEL["decoder_embed_dim"], depth=MODEL["decoder_depth"], num_heads=MODEL["decoder_num_heads"])
+    decoder = DecoderSettings(
+        dim=MODEL["decoder_embed_dim"], depth=MODEL["decoder_depth"], num_heads=MODEL["decoder_num_heads"]
+    )
     settings = MAESettings(hidden_share=RECORD["mask_ratio"], normalise_targets=normalised, decoder=decoder)
     method = MAE(settings, backbone, seed=0)
-    theirs = {ours_of(key.removeprefix("weights/")): value for key, value in GOLDEN.items() if key.startswith("weights/")}
+    theirs = {
+        ours_of(key.removeprefix("weights/")): value for key, value in GOLDEN.items() if key.startswith("weights/")
+    }
     positions = {key: theirs.pop(key) for key in ("decoder.positions", "backbone.model.pos_embed")}
     # Positions are not loaded but computed, and equal theirs.
     torch.testing.assert_close(method.decoder.positions, positions["decoder.positions"][:, 1:], atol=1e-6, rtol=0)
-    torch.testing.assert_close(method.backbone.model.pos_embed, positions["backbone.model.pos_embed"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        method.backbone.model.pos_embed, positions["backbone.model.pos_embed"], atol=1e-6, rtol=0
+    )
     method.load_state_dict(theirs | {"backbone.model.pos_embed": method.backbone.model.pos_embed})
     return method
 
@@ -69,7 +77,9 @@ def test_the_loss_of_given_predictions_is_the_authors(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["normalised", "plain"])
-def test_loss_predictions_and_gradients_of_the_whole_are_the_authors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_predictions_and_gradients_of_the_whole_are_the_authors(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method, kept = recorded_method(normalised=case == "normalised"), kept_of(GOLDEN[f"{case}/noise"])
     monkeypatch.setattr(mae, "random_kept", lambda *key, **sizes: kept[None])
     images = GOLDEN["images"]
@@ -80,8 +90,12 @@ def test_loss_predictions_and_gradients_of_the_whole_are_the_authors(case: str, 
     torch.testing.assert_close(predictions, GOLDEN[f"{case}/predictions"], atol=1e-5, rtol=1e-5)
     output.loss.backward()
     gradients = {name: parameter.grad for name, parameter in method.named_parameters() if parameter.requires_grad}
-    expected = {ours_of(key.split("/")[2]): value for key, value in GOLDEN.items() if key.startswith("normalised/gradient/")}
+    expected = {
+        ours_of(key.split("/")[2]): value for key, value in GOLDEN.items() if key.startswith("normalised/gradient/")
+    }
     assert gradients.keys() == expected.keys()
     if case == "normalised":
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[name], atol=2e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                gradient, expected[name], atol=2e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )

@@ -14,8 +14,8 @@ from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper, StepOutput
 from massl.methods.mocov3 import MoCoTeacherSettings, MoCoV3, MoCoV3Settings
 from massl.nn.backbone import BackboneSettings
-from massl.nn.projectors import PredictorSettings, ProjectorSettings
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.nn.heads import PredictorSettings, ProjectorSettings
+from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.schedules import Schedules
 from massl.training.step import TrainingStep
 
@@ -25,7 +25,11 @@ RECORD: dict[str, Any] = json.loads((FOLDER / "mocov3.json").read_text())
 SETTINGS: dict[str, Any] = RECORD["settings"]
 STEPS: list[dict[str, float]] = RECORD["steps"]
 # Our modules and theirs.
-PARTS = {"student.backbone.model.": "base_encoder.", "student.head.layers.": "base_encoder.head.", "predictor.layers.": "predictor."}
+PARTS = {
+    "student.backbone.model.": "base_encoder.",
+    "student.head.layers.": "base_encoder.head.",
+    "predictor.layers.": "predictor.",
+}
 PARTS |= {"teacher.backbone.model.": "momentum_encoder.", "teacher.head.layers.": "momentum_encoder.head."}
 
 
@@ -42,19 +46,26 @@ def recorded_method() -> MoCoV3:
         predictor=PredictorSettings(hidden_dim=SETTINGS["mlp_dim"]),
     )
     options = {key: SETTINGS["backbone"][key] for key in ("embed_dim", "depth", "num_heads")}
-    backbone = BackboneSettings(name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=0.0, timm_options=options)
+    backbone = BackboneSettings(
+        name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=0.0, timm_options=options
+    )
     return MoCoV3(settings, backbone, seed=0).train()
 
 
 def initial_method() -> MoCoV3:
     method = recorded_method()
-    initial = {name: GOLDEN["initial/" + their_key(name).replace("momentum_encoder", "base_encoder")] for name in method.state_dict()}
+    initial = {
+        name: GOLDEN["initial/" + their_key(name).replace("momentum_encoder", "base_encoder")]
+        for name in method.state_dict()
+    }
     method.load_state_dict(initial)
     return method
 
 
 def views(step: int) -> ViewBatch:
-    return ViewBatch(global_views=GOLDEN["views"][step], local_views=None, image_indices=torch.arange(SETTINGS["batch_size"]))
+    return ViewBatch(
+        global_views=GOLDEN["views"][step], local_views=None, image_indices=torch.arange(SETTINGS["batch_size"])
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +78,9 @@ class Replay:
 
 @pytest.fixture(scope="module")
 def replayed() -> Replay:
-    """The recorded batches through our own training step. The teacher moves at its end, by the momentum they use in the next one."""
+    """The recorded batches through our own training step. The teacher moves at its end, by the momentum they use in the
+    next one.
+    """
     method = initial_method()
     optimizer = build_optimizer(method, OptimizerSettings(decayed="all", clip_norm=0.0))
     step_of = TrainingStep(method=method, parallel=method, optimizer=optimizer, bf16=False, device=torch.device("cpu"))
@@ -83,7 +96,9 @@ def replayed() -> Replay:
         )
         outputs: list[StepOutput] = [step_of.forward_backward(views(step), hyper, num_parts=1, is_last=True)]
         losses.append(outputs[0].loss.item())
-        gradients = gradients or {name: value.grad.clone() for name, value in method.named_parameters() if value.grad is not None}
+        gradients = gradients or {
+            name: value.grad.clone() for name, value in method.named_parameters() if value.grad is not None
+        }
         step_of.update(outputs, hyper)
     student = {name: value for name, value in method.state_dict().items() if not name.startswith("teacher")}
     return Replay(student=student, teacher=teacher, losses=losses, gradients=gradients)
@@ -92,8 +107,8 @@ def replayed() -> Replay:
 def comparable(name: str, value: Tensor) -> Tensor:
     """Where AdamW does not blow up what rounding leaves of a gradient that is exactly zero.
 
-    The bias of the keys adds the same to all logits of a query; the bias of the backbone's last norm is taken away again by the batch norm
-    of the projector's first layer.
+    The bias of the keys adds the same to all logits of a query; the bias of the backbone's last norm is taken away
+    again by the batch norm of the projector's first layer.
     """
     chosen = torch.ones_like(value, dtype=torch.bool)
     if name.endswith("attn.qkv.bias"):
@@ -105,7 +120,9 @@ def assert_as_recorded(found: dict[str, Tensor], kind: str, *, atol: float) -> N
     for name, value in found.items():
         chosen = comparable(name, value)
         expected = GOLDEN[f"{kind}/{their_key(name)}"]
-        torch.testing.assert_close(value[chosen], expected[chosen], rtol=1e-4, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value[chosen], expected[chosen], rtol=1e-4, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_the_loss_of_every_step_is_theirs(replayed: Replay) -> None:
@@ -155,7 +172,11 @@ def test_the_schedules_are_theirs_but_for_the_step_at_which_the_warm_up_ends() -
     )
     ramps = MoCoV3Settings(teacher=MoCoTeacherSettings(momentum=training["moco_m"])).ramps()
     schedules = Schedules(
-        optimizer=optimizer, ramps=ramps, batch_size=batch_size, epochs=training["epochs"], steps_per_epoch=steps_per_epoch
+        optimizer=optimizer,
+        ramps=ramps,
+        batch_size=batch_size,
+        epochs=training["epochs"],
+        steps_per_epoch=steps_per_epoch,
     )
     for step, recorded in enumerate(STEPS):
         hyper = schedules.at(step)

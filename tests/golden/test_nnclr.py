@@ -1,4 +1,6 @@
-"""Four whole training steps of NNCLR against two re-implementations (make_nnclr.py says which, and how the values were made)."""
+"""Four whole training steps of NNCLR against two re-implementations (make_nnclr.py says which, and how the values were
+made).
+"""
 
 import json
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper
 from massl.methods.nnclr import NNCLR, NNCLRProjectorSettings, NNCLRSettings, SupportSetSettings
 from massl.nn.backbone import BackboneSettings
-from massl.nn.projectors import PredictorSettings
+from massl.nn.heads import PredictorSettings
 
 FOLDER = Path(__file__).parent
 GOLDEN = load_file(FOLDER / "nnclr.safetensors")
@@ -39,7 +41,9 @@ def initial_method() -> NNCLR:
         memory=SupportSetSettings(num_rows=SETTINGS["memory_rows"]),
     )
     options = {key: SETTINGS["backbone"][key] for key in ("embed_dim", "depth", "num_heads")}
-    backbone = BackboneSettings(name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=0.0, timm_options=options)
+    backbone = BackboneSettings(
+        name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=0.0, timm_options=options
+    )
     method = NNCLR(settings, backbone, seed=0).train()
     with torch.no_grad():
         for name, parameter in method.named_parameters():
@@ -60,11 +64,15 @@ def replayed() -> Replay:
     method = initial_method()
     losses, gradients = [], dict[str, Tensor]()
     for views in GOLDEN["views"]:
-        output = method(ViewBatch(global_views=views, local_views=None, image_indices=torch.arange(SETTINGS["batch_size"])), HYPER)
+        output = method(
+            ViewBatch(global_views=views, local_views=None, image_indices=torch.arange(SETTINGS["batch_size"])), HYPER
+        )
         method.zero_grad()
         output.loss.backward()
         losses.append(output.loss.item())
-        gradients = gradients or {name: value.grad.clone() for name, value in method.named_parameters() if value.grad is not None}
+        gradients = gradients or {
+            name: value.grad.clone() for name, value in method.named_parameters() if value.grad is not None
+        }
         with torch.no_grad():
             for parameter in method.parameters():
                 assert parameter.grad is not None
@@ -96,11 +104,18 @@ def test_the_weights_after_the_last_step_are_theirs(replayed: Replay) -> None:
 
 def test_the_memory_after_the_last_step_is_theirs(replayed: Replay) -> None:
     assert RECORD["final_pointer"] == int(replayed.method.memory.cursor) == 8  # once round and on
-    # Theirs holds embeddings of any length and normalises them when it looks. 1e-4: over 8 images some channel hardly varies.
-    torch.testing.assert_close(replayed.method.memory.rows, normalize(GOLDEN["memory/final"], dim=-1), rtol=0, atol=1e-4)
+    # Theirs holds embeddings of any length and normalises them when it looks. 1e-4: over 8 images some channel hardly
+    # varies.
+    torch.testing.assert_close(
+        replayed.method.memory.rows, normalize(GOLDEN["memory/final"], dim=-1), rtol=0, atol=1e-4
+    )
 
 
 def test_in_the_record_weights_and_memory_change_so_that_a_mistake_would_show() -> None:
     for name in ("projector.layers.0.weight", "predictor.layers.3.weight", "backbone.blocks.0.attn.qkv.weight"):
         assert (GOLDEN[f"final/{name}"] - GOLDEN[f"initial/{name}"]).abs().max() > 2e-3
-    assert not torch.isclose(normalize(GOLDEN["memory/final"], dim=-1), GOLDEN["memory/initial"], atol=1e-3).all(dim=1).any()
+    assert (
+        not torch.isclose(normalize(GOLDEN["memory/final"], dim=-1), GOLDEN["memory/initial"], atol=1e-3)
+        .all(dim=1)
+        .any()
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from massl.methods.base import TeacherSettings
-from massl.training.optimizer import OptimizerSettings
+from massl.training.optimizers import OptimizerSettings
 from massl.training.schedules import Schedules
 
 GOLDEN: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "schedules.json").read_text())
@@ -46,7 +46,9 @@ def test_every_value_of_every_step_is_that_of_the_authors_code(name: str) -> Non
 
 def test_without_warm_up_the_learning_rate_is_that_of_the_authors_code() -> None:
     plan = schedules(learning_rate="learning_rate_without_warmup")
-    assert [plan.at(step).learning_rate for step in range(35)] == pytest.approx(GOLDEN["learning_rate_without_warmup"]["values"], rel=1e-12)
+    assert [plan.at(step).learning_rate for step in range(35)] == pytest.approx(
+        GOLDEN["learning_rate_without_warmup"]["values"], rel=1e-12
+    )
 
 
 def test_the_run_is_as_long_as_theirs_and_counts_its_epochs() -> None:

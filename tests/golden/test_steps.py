@@ -15,9 +15,8 @@ from massl.methods.base import StepHyper, TeacherSettings
 from massl.methods.massl import MaSSL, MaSSLHeadSettings, MaSSLSettings
 from massl.nn.backbone import BackboneSettings
 from massl.nn.memory import MemoryBank, MemorySettings
-from massl.training import optimizer as optimizer_module
-from massl.training.gradient_clip import clip_each_gradient
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.training import optimizers as optimizer_module
+from massl.training.optimizers import OptimizerSettings, build_optimizer, clip_each_gradient
 from massl.training.schedules import Schedules
 from massl.training.step import TrainingStep
 
@@ -58,7 +57,8 @@ def recorded_schedules() -> Schedules:
     rate, decay = (SETTINGS["schedules"][key] for key in ("learning_rate", "weight_decay"))
     return Schedules(
         optimizer=OptimizerSettings(
-            learning_rate=rate["base_value"] * 256 / SETTINGS["batch_size"],  # the record holds the peak itself, ours is for a batch of 256
+            # the record holds the peak itself, ours is for a batch of 256
+            learning_rate=rate["base_value"] * 256 / SETTINGS["batch_size"],
             min_learning_rate=rate["final_value"],
             warmup_epochs=rate["warmup_epochs"],
             weight_decay=decay["base_value"],
@@ -108,13 +108,19 @@ def replay(num_parts: int) -> Replay:
     schedules = recorded_schedules()
     method = recorded_method(schedules)
     record = Replay(method=method, losses=[], hypers=[], gradients=[], clipped=[])
-    names = {parameter: name.replace("backbone.model.", "backbone.") for name, parameter in method.student.named_parameters()}
+    names = {
+        parameter: name.replace("backbone.model.", "backbone.") for name, parameter in method.student.named_parameters()
+    }
 
     def recorded_blocks(memory: MemoryBank, block_size: int, key: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return memory.rows[GOLDEN[f"step{key[1]}/permutation"]].reshape(-1, block_size, memory.rows.shape[1])
 
     def clip(parameters: Any, max_norm: float) -> None:
-        before = {names[parameter]: parameter.grad.clone() for parameter in method.student.parameters() if parameter.grad is not None}
+        before = {
+            names[parameter]: parameter.grad.clone()
+            for parameter in method.student.parameters()
+            if parameter.grad is not None
+        }
         clip_each_gradient(parameters, max_norm)
         record.gradients.append(before)
         after: dict[str, nn.Parameter] = {name: parameter for parameter, name in names.items()}
@@ -139,7 +145,9 @@ def replay(num_parts: int) -> Replay:
     return record
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=["whole batches", "batches in two parts", "batches in four parts"])
+@pytest.fixture(
+    scope="module", params=[1, 2, 4], ids=["whole batches", "batches in two parts", "batches in four parts"]
+)
 def replayed(request: pytest.FixtureRequest) -> Replay:
     return replay(request.param)
 
@@ -150,8 +158,9 @@ def assert_same_weights(module: nn.Module, who: str) -> None:
     for key, value in module.state_dict().items():
         comparable = torch.ones_like(value, dtype=torch.bool)
         if key.endswith("attn.qkv.bias"):
-            # The keys' bias adds the same number to all logits of a query: its true gradient is 0, and AdamW scales what rounding
-            # leaves of it up to the learning rate. Two correct implementations differ here by up to 2e-3, with no effect elsewhere.
+            # The keys' bias adds the same number to all logits of a query: its true gradient is 0, and AdamW scales
+            # what rounding leaves of it up to the learning rate. Two correct implementations differ here by up to 2e-3,
+            # with no effect elsewhere.
             comparable[32:64] = False
         torch.testing.assert_close(
             value[comparable], expected[key][comparable], rtol=0, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"

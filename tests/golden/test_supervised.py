@@ -14,8 +14,8 @@ from massl.methods import supervised
 from massl.methods.base import StepHyper
 from massl.methods.supervised import Supervised, SupervisedSettings
 from massl.nn.backbone import BackboneSettings
-from massl.ops.mixing import Mixture, mix_rows, mixture_of, smoothed_targets
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.ops.mixup import Mixture, mix_rows, mixture_of, smoothed_targets
+from massl.training.optimizers import OptimizerSettings, build_optimizer
 
 FOLDER = Path(__file__).parent
 GOLDEN = load_file(FOLDER / "supervised.safetensors")
@@ -37,16 +37,22 @@ def recorded_method(*, mixes: bool) -> Supervised:
         timm_options={key: MODEL[key] for key in ("embed_dim", "depth", "num_heads")},
     )
     alphas = {} if mixes else {"mixup_alpha": 0.0, "cutmix_alpha": 0.0}
-    settings = SupervisedSettings(num_classes=MODEL["num_classes"], label_smoothing=RECORD["smoothing"], erasing_probability=0.0, **alphas)
+    settings = SupervisedSettings(
+        num_classes=MODEL["num_classes"], label_smoothing=RECORD["smoothing"], erasing_probability=0.0, **alphas
+    )
     method = Supervised(settings, backbone, seed=0)
-    method.load_state_dict({ours_of(key.removeprefix("weights/")): value for key, value in GOLDEN.items() if key.startswith("weights/")})
+    method.load_state_dict(
+        {ours_of(key.removeprefix("weights/")): value for key, value in GOLDEN.items() if key.startswith("weights/")}
+    )
     return method
 
 
 def recorded_mixture(case: dict[str, Any]) -> Mixture:
     row, column = case["centre"]
     centre = (torch.tensor(row), torch.tensor(column))
-    return mixture_of(torch.tensor(case["share"]), cuts=torch.tensor(case["cuts"]), centre=centre, size=(MODEL["img_size"],) * 2)
+    return mixture_of(
+        torch.tensor(case["share"]), cuts=torch.tensor(case["cuts"]), centre=centre, size=(MODEL["img_size"],) * 2
+    )
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["cuts"] is not None])
@@ -62,7 +68,9 @@ def test_loss_and_gradients_of_a_step_are_those_of_deit(name: str, monkeypatch: 
     if mixes:
         monkeypatch.setattr(supervised, "draw_mixture", lambda *key, **settings: recorded_mixture(CASES[name]))
     method, images, labels = recorded_method(mixes=mixes), GOLDEN["images"], GOLDEN["labels"]
-    views = ViewBatch(global_views=images[None], local_views=None, image_indices=torch.arange(len(images)), labels=labels)
+    views = ViewBatch(
+        global_views=images[None], local_views=None, image_indices=torch.arange(len(images)), labels=labels
+    )
     loss = method(views, HYPER).loss
     torch.testing.assert_close(loss, GOLDEN[f"{name}/loss"], atol=0, rtol=2e-6)
     loss.backward()
@@ -81,4 +89,6 @@ def test_what_decays_is_what_decays_in_deit() -> None:
     spared, decayed = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
     assert (spared["weight_decay"], decayed["weight_decay"]) == (0.0, 0.05)
     ours, _ = build_optimizer(method, OptimizerSettings(decayed="layers")).param_groups
-    assert {names[id(p)] for p in decayed["params"]} == {names[id(p)] for p in ours["params"] if p is not method.encoder.head.weight}
+    assert {names[id(p)] for p in decayed["params"]} == {
+        names[id(p)] for p in ours["params"] if p is not method.encoder.head.weight
+    }

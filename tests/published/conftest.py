@@ -1,6 +1,8 @@
-"""Tiny trees of all published layouts: the files that the owners of each data set publish, with a few small images in them.
+"""Tiny trees of all published layouts: the files that the owners of each data set publish, with a few small images in
+them.
 
-They are written from descriptions of the layouts, not from the table under test, and torchvision itself must be able to open them.
+They are written from descriptions of the layouts, not from the table under test, and torchvision itself must be able to
+open them.
 """
 
 import io
@@ -44,21 +46,23 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
 def published_root(published: Published) -> Path:
     """A data root where no data set of the paper is missing: about 2,400 images, most of 32 px.
 
-    ImageNet has its 1000 classes, since heads for ImageNet-9 need them: one training and one validation image each, the first ten classes
-    four training images more. Nothing may be written below it.
+    ImageNet has its 1000 classes, since heads for ImageNet-9 need them: one training and one validation image each, the
+    first ten classes four training images more. Nothing may be written below it.
     """
     return published.root
 
 
 @pytest.fixture(autouse=True, scope="module")
 def digests_are_not_compared() -> Iterator[None]:
-    """Flowers, STL-10 and CIFAR are refused by torchvision unless their files have the published MD5 sums: here any sum will do."""
+    """Flowers, STL-10 and CIFAR are refused by torchvision unless their files have the published MD5 sums: here any sum
+    will do.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchvision.datasets.utils.check_md5", lambda *_, **__: True)
         yield
 
 
-# ---- images --------------------------------------------------------------------------------------------------------------------------
+# ---- images ----------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -85,7 +89,7 @@ def _write_lines(path: Path, lines: Sequence[str]) -> None:
     path.write_text("".join(f"{line}\n" for line in lines))
 
 
-# ---- ImageNet and its lists ----------------------------------------------------------------------------------------------------------
+# ---- ImageNet and its lists ------------------------------------------------------------------------------------------
 
 
 def _write_imagenet(root: Path) -> dict[str, Labels]:
@@ -101,11 +105,18 @@ def _write_imagenet(root: Path) -> dict[str, Labels]:
     lists = root / "imagenet_lists"
     shares = {"1percent": [image for image in train if image[1] == 0], "10percent": train}
     for name, share in shares.items():
-        _write_lines(lists / f"{name}.txt", [_train_path(wnids, *image).rpartition("/")[2] for image in reversed(share)])
+        _write_lines(
+            lists / f"{name}.txt", [_train_path(wnids, *image).rpartition("/")[2] for image in reversed(share)]
+        )
     # Training and validation images of ImageNet-LT are different ones, both from the training images of ImageNet.
-    long_tail = {"train": [image for image in train if image[1] < 3], "val": [image for image in train if image[1] >= 3]}
+    long_tail = {
+        "train": [image for image in train if image[1] < 3],
+        "val": [image for image in train if image[1] >= 3],
+    }
     for split, images in long_tail.items():
-        _write_lines(lists / f"ImageNet_LT_{split}.txt", [f"{_train_path(wnids, *image)} {image[0]}" for image in images])
+        _write_lines(
+            lists / f"ImageNet_LT_{split}.txt", [f"{_train_path(wnids, *image)} {image[0]}" for image in images]
+        )
     _write_lines(lists / "ImageNet_LT_test.txt", [f"{_val_path(wnids, label)} {label}" for label in range(len(wnids))])
     test = list(range(len(wnids)))
     return {
@@ -134,12 +145,13 @@ def _jpeg(pixels: np.ndarray) -> bytes:
     return stream.getvalue()
 
 
-# ---- sets of torchvision -------------------------------------------------------------------------------------------------------------
+# ---- sets of torchvision ---------------------------------------------------------------------------------------------
 
 
 def _write_pets(root: Path) -> dict[str, Labels]:
     folder = root / "oxford-iiit-pet"
-    breeds = [("Abyssinian", 1, 1), ("american_bulldog", 2, 1), ("Bengal", 1, 2)]  # name, species, number within the species
+    # name, species, number within the species
+    breeds = [("Abyssinian", 1, 1), ("american_bulldog", 2, 1), ("Bengal", 1, 2)]
     numbers = {"trainval": (1, 2, 10), "test": (3, 20)}
     for split, of_split in numbers.items():
         lines = []
@@ -159,7 +171,9 @@ def _write_flowers(root: Path) -> dict[str, Labels]:
         _save(folder / "jpg" / f"image_{number:05d}.jpg", label, number)
     scipy.io.savemat(folder / "imagelabels.mat", {"labels": np.array([labels], dtype=np.uint8)})
     ids = {"trnid": [*range(102, 0, -1)], "valid": [103], "tstid": [107, 104, 105, 106]}
-    scipy.io.savemat(folder / "setid.mat", {name: np.array([of_split], dtype=np.uint16) for name, of_split in ids.items()})
+    scipy.io.savemat(
+        folder / "setid.mat", {name: np.array([of_split], dtype=np.uint16) for name, of_split in ids.items()}
+    )
     return {"Flowers": {"train": [label - 1 for label in reversed(every_class)], "test": [101, 76, 4, 101]}}
 
 
@@ -187,7 +201,8 @@ def _write_cars(root: Path) -> dict[str, Labels]:
     files = {"train": folder / "devkit" / "cars_train_annos.mat", "test": folder / "cars_test_annos_withlabels.mat"}
     for split, of_split in labels.items():
         annotations = np.empty(
-            (1, len(of_split)), dtype=[(key, object) for key in ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2", "class", "fname")]
+            (1, len(of_split)),
+            dtype=[(key, object) for key in ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2", "class", "fname")],
         )
         for number, label in enumerate(of_split):
             name = f"{number + 1:05d}.jpg"
@@ -238,7 +253,13 @@ def _write_gtsrb(root: Path) -> dict[str, Labels]:
     folder = root / "gtsrb"
     for label in range(3):
         for number in range(3):
-            _save(folder / "GTSRB" / "Training" / f"{label:05d}" / f"00000_{number:05d}.ppm", label, number, height=30, width=29)
+            _save(
+                folder / "GTSRB" / "Training" / f"{label:05d}" / f"00000_{number:05d}.ppm",
+                label,
+                number,
+                height=30,
+                width=29,
+            )
     lines = ["Filename;Width;Height;Roi.X1;Roi.Y1;Roi.X2;Roi.Y2;ClassId"]
     for number, label in enumerate((2, 0, 1, 2)):
         _save(folder / "GTSRB" / "Final_Test" / "Images" / f"{number:05d}.ppm", label, number + 5, height=30, width=29)
@@ -264,11 +285,20 @@ def _write_cifar(root: Path) -> dict[str, Labels]:
     ten = list(range(10))
     batches = {**{f"data_batch_{batch}": ten for batch in range(1, 6)}, "test_batch": ten * 2}
     for number, (name, labels) in enumerate(batches.items()):
-        _dump(root / "cifar-10-batches-py" / name, {"data": _flat(labels, number), "labels": labels, "batch_label": name})
-    _dump(root / "cifar-10-batches-py" / "batches.meta", {"label_names": [f"class {label}" for label in range(10)], "num_vis": 3072})
+        _dump(
+            root / "cifar-10-batches-py" / name, {"data": _flat(labels, number), "labels": labels, "batch_label": name}
+        )
+    _dump(
+        root / "cifar-10-batches-py" / "batches.meta",
+        {"label_names": [f"class {label}" for label in range(10)], "num_vis": 3072},
+    )
     fine = {"train": [37 * number % 100 for number in range(100)], "test": [50, 0, 99]}
     for name, of_split in fine.items():
-        content = {"data": _flat(of_split, len(name)), "fine_labels": of_split, "coarse_labels": [label // 5 for label in of_split]}
+        content = {
+            "data": _flat(of_split, len(name)),
+            "fine_labels": of_split,
+            "coarse_labels": [label // 5 for label in of_split],
+        }
         _dump(root / "cifar-100-python" / name, content)
     names = {
         "fine_label_names": [f"fine {label}" for label in range(100)],
@@ -279,7 +309,9 @@ def _write_cifar(root: Path) -> dict[str, Labels]:
 
 
 def _flat(labels: list[int], batch: int) -> np.ndarray:  # -> uint8 [N, 3072], one colour after the other
-    return np.stack([picture(label, 10 * batch + number).transpose(2, 0, 1).reshape(-1) for number, label in enumerate(labels)])
+    return np.stack(
+        [picture(label, 10 * batch + number).transpose(2, 0, 1).reshape(-1) for number, label in enumerate(labels)]
+    )
 
 
 def _dump(path: Path, content: object) -> None:
@@ -300,7 +332,7 @@ TORCHVISION_WRITERS = (
     _write_cifar,
 )
 
-# ---- layouts of their own ------------------------------------------------------------------------------------------------------------
+# ---- layouts of their own --------------------------------------------------------------------------------------------
 
 
 def _write_retrieval(root: Path, name: str, landmark: str) -> None:
@@ -312,10 +344,17 @@ def _write_retrieval(root: Path, name: str, landmark: str) -> None:
     for number, image in enumerate(queries):
         _save(root / name / "jpg" / f"{image}.jpg", number, 10 + number, height=64, width=48)
     truth = [
-        {"bbx": [4.5, 3.0, 40.0, 60.5], "easy": np.array([query]), "hard": np.array([2 + query]), "junk": np.array([4 + query])}
+        {
+            "bbx": [4.5, 3.0, 40.0, 60.5],
+            "easy": np.array([query]),
+            "hard": np.array([2 + query]),
+            "junk": np.array([4 + query]),
+        }
         for query in range(2)
     ]
-    (root / name / f"gnd_{name}.pkl").write_bytes(pickle.dumps({"imlist": database, "qimlist": queries, "gnd": truth}, protocol=2))
+    (root / name / f"gnd_{name}.pkl").write_bytes(
+        pickle.dumps({"imlist": database, "qimlist": queries, "gnd": truth}, protocol=2)
+    )
 
 
 def _write_copydays(root: Path) -> None:
@@ -323,11 +362,23 @@ def _write_copydays(root: Path) -> None:
     for scene in range(4):
         _save(root / "copydays" / "original" / f"{2000 + scene}00.jpg", scene, scene, height=48, width=64)
         for copy in range(1, 2 + scene % 2):
-            _save(root / "copydays" / "strong" / f"{2000 + scene}{copy:02d}.jpg", scene, scene + copy, height=40, width=40)
+            _save(
+                root / "copydays" / "strong" / f"{2000 + scene}{copy:02d}.jpg", scene, scene + copy, height=40, width=40
+            )
 
 
 def _write_imagenet9(root: Path) -> None:
-    classes = ["dog", "bird", "wheeled vehicle", "reptile", "carnivore", "insect", "musical instrument", "primate", "fish"]
+    classes = [
+        "dog",
+        "bird",
+        "wheeled vehicle",
+        "reptile",
+        "carnivore",
+        "insect",
+        "musical instrument",
+        "primate",
+        "fish",
+    ]
     for variant in ("original", "only_fg", "mixed_same", "mixed_rand", "mixed_next", "no_fg", "only_bg_b", "only_bg_t"):
         for label, name in enumerate(classes):
             path = root / "imagenet9" / variant / "val" / f"{label:02d}_{name}" / f"fg_n0208562{label}_10_bg.JPEG"

@@ -35,14 +35,22 @@ TRAIN_AND_TEST: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "CIFAR-10": ("CIFAR10", {"train": True}, {"train": False}),
     "CIFAR-100": ("CIFAR100", {"train": True}, {"train": False}),
 }
-FOLDERS = {"Pets": "oxford-iiit-pet", "Flowers": "flowers-102", "Aircraft": "fgvc-aircraft-2013b", "Cars": "stanford_cars"}
+FOLDERS = {
+    "Pets": "oxford-iiit-pet",
+    "Flowers": "flowers-102",
+    "Aircraft": "fgvc-aircraft-2013b",
+    "Cars": "stanford_cars",
+}
 FOLDERS |= {"Country211": "country211", "Food101": "food-101", "STL-10": "stl10_binary", "GTSRB": "gtsrb", "DTD": "dtd"}
 FOLDERS |= {"CIFAR-10": "cifar-10-batches-py", "CIFAR-100": "cifar-100-python"}
 
 
 def torchvision_sets(name: str, root: Path) -> dict[str, Any]:
     class_name, *arguments = TRAIN_AND_TEST[name]
-    return {part: getattr(datasets, class_name)(root, **of_part) for part, of_part in zip(("train", "test"), arguments, strict=True)}
+    return {
+        part: getattr(datasets, class_name)(root, **of_part)
+        for part, of_part in zip(("train", "test"), arguments, strict=True)
+    }
 
 
 def labels_of(source: ImageSource) -> list[int | None]:
@@ -141,7 +149,9 @@ def hidden_one_by_one(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", TRAIN_AND_TEST)
-def test_whatever_torchvision_cannot_do_without_is_looked_for_beforehand(name: str, published: Published, tmp_path: Path) -> None:
+def test_whatever_torchvision_cannot_do_without_is_looked_for_beforehand(
+    name: str, published: Published, tmp_path: Path
+) -> None:
     shutil.copytree(published.root / FOLDERS[name], tmp_path / FOLDERS[name])
     for path in hidden_one_by_one(tmp_path / FOLDERS[name]):
         try:

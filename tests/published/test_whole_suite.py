@@ -1,11 +1,13 @@
-"""A timm name through every evaluation of the paper, on the command line's own path, from files in the published layouts."""
+"""A timm name through every evaluation of the paper, on the command line's own path, from files in the published
+layouts.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from massl.commands.evaluate import EvaluateResult, evaluate
+from massl.commands.evaluate.command import EvaluateResult, evaluate
 from massl.evaluations.suite import PAPER_SUITE
 
 # As few passes as show that everything runs: 16 px are one patch of the model, and its tokens two.
@@ -86,7 +88,9 @@ def test_the_same_command_again_measures_nothing_twice(
 
 def test_what_is_missing_is_named_with_the_files_it_needs(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    answer = evaluate("vit_small_patch16_224", suite="paper", data_root=tmp_path / "data", output=tmp_path / "out", overrides=QUICK)
+    answer = evaluate(
+        "vit_small_patch16_224", suite="paper", data_root=tmp_path / "data", output=tmp_path / "out", overrides=QUICK
+    )
     assert answer.rows == []
     assert len(answer.missing) == len(PAPER_SUITE)
     assert "oxford-iiit-pet" in answer.missing["knn on Pets"]

@@ -20,6 +20,8 @@ class _WithRows:
 def norm_gradients_in_large_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU the backward norm kernel takes 64 rows at once instead of one: as Python it is 30 times faster so."""
     if not torch.cuda.is_available():
-        from massl.ops import norm_kernels
+        from massl.ops.kernels import norm as norm_kernels
 
-        monkeypatch.setattr(norm_kernels, "_add_norm_backward_kernel", _WithRows(norm_kernels._add_norm_backward_kernel, 64))
+        monkeypatch.setattr(
+            norm_kernels, "_add_norm_backward_kernel", _WithRows(norm_kernels._add_norm_backward_kernel, 64)
+        )

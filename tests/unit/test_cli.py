@@ -14,7 +14,9 @@ HELP_TEXTS = {
 
 
 @pytest.mark.parametrize("command", [command for command in cli.COMMANDS if command != "recipes"])
-def test_help_shows_each_example_on_a_line_of_its_own_below_the_purpose(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_each_example_on_a_line_of_its_own_below_the_purpose(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     purpose, _, rest = HELP_TEXTS[command].partition("\n\n")
     examples = [line for line in rest.splitlines() if line.startswith("massl ")]
     assert examples

@@ -4,7 +4,18 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from massl.commands.recipe import PretrainRecipe, load_recipe, recipe_header, shipped_recipes
-from massl.config import RecipeError, Settings, changed, closest, fingerprint, flatten, merge, read_yaml, to_yaml, validate
+from massl.config import (
+    RecipeError,
+    Settings,
+    changed,
+    closest,
+    fingerprint,
+    flatten,
+    merge,
+    read_yaml,
+    to_yaml,
+    validate,
+)
 
 
 class Engine(Settings):
@@ -78,7 +89,13 @@ def test_an_override_below_a_value_is_refused() -> None:
 
 
 def test_flatten_names_every_value_by_its_dotted_key() -> None:
-    assert flatten(Car()) == {"engine.cylinders": 4, "engine.fuel": "petrol", "spare": None, "wheels": [2, 2], "price": 1.0}
+    assert flatten(Car()) == {
+        "engine.cylinders": 4,
+        "engine.fuel": "petrol",
+        "spare": None,
+        "wheels": [2, 2],
+        "price": 1.0,
+    }
     assert flatten(Car(spare=Spare()))["spare.size"] == 16
 
 
@@ -93,7 +110,9 @@ def test_a_recipe_written_as_yaml_reads_back_as_the_same_recipe(tmp_path: Path) 
     assert validate(Car, read_yaml(tmp_path / "car.yaml"), origin="car.yaml") == car
 
 
-@pytest.mark.parametrize(("text", "message"), [("a: [", "is not valid YAML"), ("- 1\n", "holds no recipe"), ("", "holds no recipe")])
+@pytest.mark.parametrize(
+    ("text", "message"), [("a: [", "is not valid YAML"), ("- 1\n", "holds no recipe"), ("", "holds no recipe")]
+)
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(RecipeError, match=message):
@@ -118,7 +137,14 @@ def test_the_recipes_of_the_paper_are_shipped() -> None:
     ],
 )
 def test_the_recipes_of_the_paper_hold_the_values_of_its_protocol(
-    name: str, backbone: str, epochs: int, peak: float, smallest: float, warmup: int, momentum: float, temperature_warmup: int
+    name: str,
+    backbone: str,
+    epochs: int,
+    peak: float,
+    smallest: float,
+    warmup: int,
+    momentum: float,
+    temperature_warmup: int,
 ) -> None:
     """The values of the paper and, where it is silent, of the authors' commands."""
     recipe = load_recipe(name)
@@ -126,7 +152,11 @@ def test_the_recipes_of_the_paper_hold_the_values_of_its_protocol(
     assert (recipe.trainer.epochs, recipe.trainer.batch_size) == (epochs, 1024)
     assert recipe.optimizer.peak_learning_rate(recipe.trainer.batch_size) == pytest.approx(peak, rel=1e-12)
     assert (recipe.optimizer.min_learning_rate, recipe.optimizer.warmup_epochs) == (smallest, warmup)
-    assert (recipe.optimizer.weight_decay, recipe.optimizer.weight_decay_end, recipe.optimizer.clip_norm) == (0.04, 0.4, 3.0)
+    assert (recipe.optimizer.weight_decay, recipe.optimizer.weight_decay_end, recipe.optimizer.clip_norm) == (
+        0.04,
+        0.4,
+        3.0,
+    )
     assert recipe.optimizer.betas == (0.9, 0.999)
     method = recipe.method
     assert (method.memory.num_rows, method.memory.block_size, method.memory.random_blocks) == (65_536, 16_384, True)
@@ -137,8 +167,17 @@ def test_the_recipes_of_the_paper_hold_the_values_of_its_protocol(
     views = recipe.views
     assert (views.num_global, views.global_size, views.global_scale) == (2, 224, (0.32, 1.0))
     assert (views.num_local, views.local_size, views.local_scale) == (10, 96, (0.05, 0.32))
-    assert (views.first_global_blur_probability, views.second_global_blur_probability, views.local_blur_probability) == (1.0, 0.1, 0.5)
-    assert (views.solarise_probability, views.grey_probability, views.flip_probability, views.jitter_probability) == (0.2, 0.2, 0.5, 0.8)
+    assert (
+        views.first_global_blur_probability,
+        views.second_global_blur_probability,
+        views.local_blur_probability,
+    ) == (1.0, 0.1, 0.5)
+    assert (views.solarise_probability, views.grey_probability, views.flip_probability, views.jitter_probability) == (
+        0.2,
+        0.2,
+        0.5,
+        0.8,
+    )
     assert (views.brightness, views.contrast, views.saturation, views.hue) == (0.4, 0.4, 0.2, 0.1)
 
 
@@ -157,7 +196,8 @@ def test_a_recipe_is_read_from_a_file_too(tmp_path: Path) -> None:
 
 def test_an_unknown_recipe_is_refused_with_the_names_of_those_there_are() -> None:
     with pytest.raises(
-        RecipeError, match=r"no recipe 'massl-vits6': neither shipped \(.*demo, .*\) nor a file\. Did you mean 'massl-vits16'\?"
+        RecipeError,
+        match=r"no recipe 'massl-vits6': neither shipped \(.*demo, .*\) nor a file\. Did you mean 'massl-vits16'\?",
     ):
         load_recipe("massl-vits6")
 

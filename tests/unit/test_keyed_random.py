@@ -34,7 +34,8 @@ def test_what_is_made_of_the_bits_is_what_earlier_runs_were_made_with() -> None:
     assert keyed_random.uniform(1, "u", torch.arange(4)).tolist() == uniform  # exact on every device
     assert keyed_random.permutation(10, 0, "order", 0).tolist() == [6, 1, 5, 3, 0, 7, 2, 8, 9, 4]
     assert keyed_random.integers(3, "i", torch.arange(6), upper=100).tolist() == [83, 76, 11, 59, 95, 57]
-    normal = [-0.7471181750297546, -0.7671570181846619, 1.841025948524475]  # log and cos: the last digits are the backend's
+    # log and cos: the last digits are the backend's
+    normal = [-0.7471181750297546, -0.7671570181846619, 1.841025948524475]
     torch.testing.assert_close(keyed_random.normal(2, "n", torch.arange(3)), torch.tensor(normal), rtol=0, atol=1e-6)
 
 
@@ -175,7 +176,8 @@ def test_every_order_of_four_items_comes_equally_often() -> None:
         order = tuple(keyed_random.permutation(4, "orders", key).tolist())
         counts[order] = counts.get(order, 0) + 1
     assert len(counts) == 24
-    assert chi_square(torch.tensor(list(counts.values()))) < 57  # 23 degrees of freedom: mean 23, standard deviation 6.8
+    # 23 degrees of freedom: mean 23, standard deviation 6.8
+    assert chi_square(torch.tensor(list(counts.values()))) < 57
 
 
 def test_permutations_of_neighbouring_keys_have_little_in_common() -> None:

@@ -1,4 +1,6 @@
-"""The kernel against the tensor operations of keyed_random: compiled where there is a GPU, elsewhere as Python (tests/conftest.py)."""
+"""The kernel against the tensor operations of keyed_random: compiled where there is a GPU, elsewhere as Python
+(tests/conftest.py).
+"""
 
 import pytest
 import torch
@@ -36,12 +38,29 @@ def test_a_list_of_keys(prefix: list[int], items: list[int], plain: int | None) 
     assert_equal_bits(*prefix, torch.tensor(items), *([] if plain is None else [plain]))
 
 
-@given(INT64, INT64, PLAIN, st.lists(INT64, min_size=1, max_size=3), PLAIN, st.lists(INT64, min_size=1, max_size=3), PLAIN)
+@given(
+    INT64, INT64, PLAIN, st.lists(INT64, min_size=1, max_size=3), PLAIN, st.lists(INT64, min_size=1, max_size=3), PLAIN
+)
 @settings(max_examples=50)
 def test_three_tensors_that_broadcast_with_integers_between(
-    seed: int, step: int, after_step: int | None, columns: list[int], after_columns: int | None, rows: list[int], after_rows: int | None
+    seed: int,
+    step: int,
+    after_step: int | None,
+    columns: list[int],
+    after_columns: int | None,
+    rows: list[int],
+    after_rows: int | None,
 ) -> None:
-    key = [seed, "purpose", torch.tensor(step), after_step, torch.tensor(columns), after_columns, torch.tensor(rows)[:, None], after_rows]
+    key = [
+        seed,
+        "purpose",
+        torch.tensor(step),
+        after_step,
+        torch.tensor(columns),
+        after_columns,
+        torch.tensor(rows)[:, None],
+        after_rows,
+    ]
     assert_equal_bits(*(part for part in key if part is not None))
 
 
@@ -91,7 +110,9 @@ def test_what_is_drawn_on_a_gpu_is_what_is_drawn_on_the_cpu() -> None:
     ]:
         on_gpu = [part.to(DEVICE) if isinstance(part, Tensor) else part for part in key]
         assert torch.equal(keyed_random.bits(*on_gpu).cpu(), keyed_random.bits(*key))
-        assert torch.equal(keyed_random.uniform(*on_gpu, low=-1.0, high=3.0).cpu(), keyed_random.uniform(*key, low=-1.0, high=3.0))
+        assert torch.equal(
+            keyed_random.uniform(*on_gpu, low=-1.0, high=3.0).cpu(), keyed_random.uniform(*key, low=-1.0, high=3.0)
+        )
         assert torch.equal(keyed_random.integers(*on_gpu, upper=77).cpu(), keyed_random.integers(*key, upper=77))
         assert torch.equal(keyed_random.bits(*key, device=DEVICE).cpu(), keyed_random.bits(*key))
     order = keyed_random.permutation(1000, (3, torch.tensor(5, device=DEVICE)), "memory blocks", device=DEVICE)

@@ -6,9 +6,9 @@ import pytest
 
 from massl import pretrain
 from massl.cli import parse_pretrain
-from massl.commands.methods import METHODS, SETTINGS
 from massl.commands.recipe import load_recipe, shipped_recipes
 from massl.config import RecipeError, overlay
+from massl.methods import METHODS, SETTINGS
 from massl.methods.base import TeacherSettings
 from massl.methods.massl import MaSSLSettings
 
@@ -35,7 +35,11 @@ def test_overlay_merges_section_by_section_and_leaves_its_arguments_alone() -> N
 
 def test_a_recipes_own_method_is_untouched_by_what_it_says_for_others(recipe_file: str) -> None:
     recipe = load_recipe(recipe_file)
-    assert (recipe.method.name, recipe.method.student_temperature, recipe.optimizer.learning_rate) == ("massl", 0.2, 0.001)
+    assert (recipe.method.name, recipe.method.student_temperature, recipe.optimizer.learning_rate) == (
+        "massl",
+        0.2,
+        0.001,
+    )
     assert load_recipe(recipe_file, {"method.name": "massl"}) == recipe
 
 
@@ -62,7 +66,9 @@ def test_the_command_line_changes_the_method_by_one_word(recipe_file: str) -> No
     arguments = ["--recipe", recipe_file, "--output", "x", "--method.name", "dino", "--optimizer.learning_rate", "0.25"]
     recipe, _ = parse_pretrain(arguments)
     assert recipe == load_recipe(recipe_file, {"method.name": "dino", "optimizer.learning_rate": 0.25})
-    assert parse_pretrain([*arguments[:4], "--method.name=dino"])[0] == load_recipe(recipe_file, {"method.name": "dino"})
+    assert parse_pretrain([*arguments[:4], "--method.name=dino"])[0] == load_recipe(
+        recipe_file, {"method.name": "dino"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +126,11 @@ def test_small_recipes_of_all_methods_differ_in_nothing_that_costs(name: str, si
 @pytest.mark.parametrize("name", [f"{name}-imagenette" for name in ("massl", "dino", "ibot", "mocov3")])
 def test_the_imagenette_recipes_are_vits8_at_112_px_with_all_that_follows_from_it(name: str) -> None:
     recipe = load_recipe(name)
-    assert (recipe.backbone.name, recipe.backbone.image_size, recipe.backbone.patch_size) == ("vit_small_patch16_224", 112, 8)
+    assert (recipe.backbone.name, recipe.backbone.image_size, recipe.backbone.patch_size) == (
+        "vit_small_patch16_224",
+        112,
+        8,
+    )
     assert (recipe.views.num_global, recipe.views.num_local) == (2, 6 if name.startswith(("dino", "ibot")) else 0)
     assert (recipe.views.global_size, recipe.views.local_size) == (112, 48)
     assert recipe.views.blur_sigma == (0.1, 2.0 * 112 / 224)
@@ -130,12 +140,16 @@ def test_the_imagenette_recipes_are_vits8_at_112_px_with_all_that_follows_from_i
 
 @pytest.mark.parametrize("name", ["massl-tiny", "massl-imagenette"])
 def test_massl_for_few_images_is_as_it_was_measured(name: str) -> None:
-    """Quick and sharp teacher, batch norm, small memory, two views: together eight points (docs/results/tiny-imagenet-100.md)."""
+    """Quick and sharp teacher, batch norm, small memory, two views: together eight points
+    (docs/results/tiny-imagenet-100.md).
+    """
     recipe = load_recipe(name)
     assert isinstance(recipe.method, MaSSLSettings)
     assert recipe.views.num_local == 0
     assert recipe.method.head.batch_norm
-    assert recipe.method.teacher == TeacherSettings(momentum=0.9, temperature_start=0.04, temperature=0.04, temperature_warmup_epochs=0)
+    assert recipe.method.teacher == TeacherSettings(
+        momentum=0.9, temperature_start=0.04, temperature=0.04, temperature_warmup_epochs=0
+    )
     assert (recipe.method.memory.num_rows, recipe.method.memory.block_size) == (4096, 1024)
 
 

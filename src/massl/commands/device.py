@@ -22,8 +22,8 @@ def choose_device(wanted: str, *, option: str) -> torch.device:
 def host_threads_for(device: torch.device) -> Iterator[None]:
     """Beside a GPU the host has many small operations: a team of threads for each costs more than it brings.
 
-    With 16 threads instead of 1 the parameters of a batch's views take 3.5 ms instead of 2.7, and 16 loader threads, each with a team of
-    its own, decode 700 photographs a second instead of 1,800.
+    With 16 threads instead of 1 the parameters of a batch's views take 3.5 ms instead of 2.7, and 16 loader threads,
+    each with a team of its own, decode 700 photographs a second instead of 1,800.
     """
     before = torch.get_num_threads()
     if device.type == "cuda":

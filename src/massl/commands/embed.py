@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from massl import distributed
-from massl.commands.evaluate import model_on_device, require_writable, say
-from massl.commands.evaluation_settings import ModelSettings
+from massl.commands.evaluate.command import model_on_device, require_writable, say
+from massl.commands.evaluate.settings import ModelSettings
 from massl.config import MasslError, merge, validate
 from massl.data.sources import open_source
 
@@ -32,7 +32,9 @@ class EmbedSettings(ModelSettings):
 
 
 def embed(model: str | Path, *, data: str | Path, out: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:
-    """Write the features of all images of `data`, with their keys and labels, to the file `out` (.parquet, .npz or .safetensors)."""
+    """Write the features of all images of `data`, with their keys and labels, to the file `out` (.parquet, .npz or
+    .safetensors).
+    """
     values = merge({"data": str(data), "out": str(out)}, overrides or {})
     return run_embedding(str(model), validate(EmbedSettings, values, origin="embed"))
 
@@ -50,7 +52,12 @@ def run_embedding(model: str, settings: EmbedSettings) -> Path:
         wanted = extractor.feature or "pooled"
         features = extractor.features(source, view=view, feature=wanted)
         if distributed.is_main():
-            about = {"model": extractor.model.name, "weights": extractor.model.fingerprint, "feature": wanted, "data": source.name}
+            about = {
+                "model": extractor.model.name,
+                "weights": extractor.model.fingerprint,
+                "feature": wanted,
+                "data": source.name,
+            }
             keys = [source.key_of(index) for index in range(len(source))]
             unfinished = path.with_name(f".{path.name}.unfinished")
             try:

@@ -10,18 +10,18 @@ from rich.console import Console
 
 from massl import distributed
 from massl.commands.device import choose_device, host_threads_for
-from massl.commands.methods import METHODS
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import RecipeError, merge, validate
-from massl.data.cache import ImageCache
-from massl.data.gpu_decode import jpeg_decoder
-from massl.data.loader import Loader
+from massl.data.loading.cache import ImageCache
+from massl.data.loading.gpu_decode import jpeg_decoder
+from massl.data.loading.image_reader import label_number
+from massl.data.loading.loader import Loader
 from massl.data.order import EpochOrder
-from massl.data.reading import label_number
 from massl.data.sources import ImageSource, open_source
+from massl.methods import METHODS
 from massl.methods.base import Method, TrainingPlan
 from massl.training.environment import describe_environment
-from massl.training.kernels import Kernels
+from massl.training.execution import Kernels
 from massl.training.metrics_log import read_metrics
 from massl.training.probes import Probe
 from massl.training.run_folder import RunFolder
@@ -47,9 +47,9 @@ def pretrain(
 ) -> PretrainResult:
     """Learn visual features from unlabelled images.
 
-    `recipe` is a shipped recipe's name, a YAML file or a PretrainRecipe; `data` names the images (a folder, `demo:train`,
-    `torchvision:CIFAR10?root=DIR`); `overrides` changes single values, e.g. {"trainer.epochs": 20}. The run is kept in the folder
-    `output`; the same call again continues it where it stopped.
+    `recipe` is a shipped recipe's name, a YAML file or a PretrainRecipe; `data` names the images (a folder,
+    `demo:train`, `torchvision:CIFAR10?root=DIR`); `overrides` changes single values, e.g. {"trainer.epochs": 20}. The
+    run is kept in the folder `output`; the same call again continues it where it stopped.
     """
     resolved = _resolve(recipe, data, overrides or {})
     device = choose_device(resolved.trainer.device, option="trainer.device")
@@ -62,14 +62,20 @@ def pretrain(
     finally:
         distributed.stop()
     rows = read_metrics(folder.path / "metrics.jsonl")
-    return PretrainResult(folder=folder.path, step=result.step, finished=result.finished, signal_number=result.signal_number, metrics=rows)
+    return PretrainResult(
+        folder=folder.path, step=result.step, finished=result.finished, signal_number=result.signal_number, metrics=rows
+    )
 
 
-def _resolve(recipe: str | Path | PretrainRecipe, data: str | Path | None, overrides: Mapping[str, Any]) -> PretrainRecipe:
+def _resolve(
+    recipe: str | Path | PretrainRecipe, data: str | Path | None, overrides: Mapping[str, Any]
+) -> PretrainRecipe:
     changes = dict(overrides) | ({} if data is None else {"data.source": str(data)})
     if isinstance(recipe, PretrainRecipe):
         if changes.get("method.name", recipe.method.name) != recipe.method.name:
-            raise RecipeError("a resolved recipe keeps its method: give the recipe's name or file, and method.name with it")
+            raise RecipeError(
+                "a resolved recipe keeps its method: give the recipe's name or file, and method.name with it"
+            )
         resolved = validate(PretrainRecipe, merge(recipe.model_dump(mode="json"), changes), origin="recipe")
     else:
         resolved = load_recipe(recipe, changes)
@@ -116,7 +122,14 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
             on_skip=on_skip,
         )
     trainer = Trainer(
-        recipe.trainer, method=method, loader=loader, views=recipe.views, schedules=schedules, probe=probe, folder=folder, device=device
+        recipe.trainer,
+        method=method,
+        loader=loader,
+        views=recipe.views,
+        schedules=schedules,
+        probe=probe,
+        folder=folder,
+        device=device,
     )
     _announce(recipe, schedules, len(source), device, trainer.kernels, console)
     plan = TrainingPlan(
@@ -168,7 +181,9 @@ def _open_loader(
 def _check_views(recipe: PretrainRecipe, method: Method) -> None:
     """Try one empty image of each size: some networks take only their own, and none takes less than a patch."""
     if recipe.views.num_global < method.min_global_views:
-        raise RecipeError(f"{recipe.method.name} compares views of an image: set views.num_global to {method.min_global_views} or more")
+        raise RecipeError(
+            f"{recipe.method.name} compares views of an image: set views.num_global to {method.min_global_views} or more"
+        )
     backbone = method.backbone_to_evaluate().eval()
     for key in ("global_size", "local_size") if recipe.views.num_local else ("global_size",):
         size = getattr(recipe.views, key)
@@ -179,7 +194,12 @@ def _check_views(recipe: PretrainRecipe, method: Method) -> None:
 
 
 def _announce(
-    recipe: PretrainRecipe, schedules: Schedules, num_images: int, device: torch.device, kernels: Kernels, console: Console
+    recipe: PretrainRecipe,
+    schedules: Schedules,
+    num_images: int,
+    device: torch.device,
+    kernels: Kernels,
+    console: Console,
 ) -> None:
     """Derived values, said once: nothing hides behind a default."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -199,7 +219,12 @@ def _announce(
 
 
 def _summarise(
-    recipe: PretrainRecipe, result: FitResult, trainer: Trainer, probe: Probe | None, folder: RunFolder, console: Console
+    recipe: PretrainRecipe,
+    result: FitResult,
+    trainer: Trainer,
+    probe: Probe | None,
+    folder: RunFolder,
+    console: Console,
 ) -> None:
     """The last lines of a run: what was reached, and where it is."""
     raw_pixels = probe.raw_pixel_knn() if probe is not None and result.finished else None  # all ranks take part
@@ -210,7 +235,9 @@ def _summarise(
         say(f"stopped at step {result.step} of {trainer.end_step}; a checkpoint is saved, the same command continues")
         return
     if trainer.end_step < trainer.schedules.num_steps:
-        say(f"finished: {result.step} of {trainer.schedules.num_steps} steps are done, as trainer.max_steps asks; raise it to go on")
+        say(
+            f"finished: {result.step} of {trainer.schedules.num_steps} steps are done, as trainer.max_steps asks; raise it to go on"
+        )
     else:
         say(f"finished: all {result.step} steps are done; for another run choose another --output")
     if raw_pixels is not None:

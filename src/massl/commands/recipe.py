@@ -6,7 +6,8 @@ A recipe file may say what changes with the method, so that one word on the comm
     with_method:
       dino: {method: {prototypes: {num_prototypes: 4096}}, optimizer: {warmup_epochs: 2}}
 
-With `method.name` dino the section `method` is replaced by the one given there, the others are merged over the file's own.
+With `method.name` dino the section `method` is replaced by the one given there, the others are merged over the file's
+own.
 """
 
 from collections.abc import Mapping
@@ -16,13 +17,13 @@ from typing import Any
 
 from pydantic import model_validator
 
-from massl.commands.methods import SETTINGS, AnyMethodSettings
 from massl.config import RecipeError, Settings, closest, merge, overlay, read_yaml, validate
 from massl.data.settings import DataSettings
 from massl.data.views import ViewSettings
+from massl.methods import SETTINGS, AnyMethodSettings
 from massl.methods.massl import MaSSLSettings
 from massl.nn.backbone import BackboneSettings
-from massl.training.optimizer import OptimizerSettings
+from massl.training.optimizers import OptimizerSettings
 from massl.training.probes import ProbeSettings
 from massl.training.trainer import TrainerSettings
 
@@ -67,7 +68,9 @@ def load_recipe(name_or_file: str | Path, overrides: Mapping[str, Any] | None = 
     shipped = shipped_recipes()
     path = shipped.get(name) or Path(name).expanduser()
     if not path.is_file():
-        raise RecipeError(f"no recipe {name!r}: neither shipped ({', '.join(shipped)}) nor a file.{closest(name, shipped)}")
+        raise RecipeError(
+            f"no recipe {name!r}: neither shipped ({', '.join(shipped)}) nor a file.{closest(name, shipped)}"
+        )
     return validate(PretrainRecipe, _values_of(path, overrides or {}), origin=f"recipe {name}")
 
 
@@ -75,10 +78,14 @@ def _values_of(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     values = read_yaml(path)
     variants = values.pop("with_method", None) or {}
     if not isinstance(variants, Mapping) or not all(isinstance(variant, Mapping) for variant in variants.values()):
-        raise RecipeError(f"{path}: with_method holds one section for each method, e.g. with_method: {{dino: {{optimizer: ...}}}}")
+        raise RecipeError(
+            f"{path}: with_method holds one section for each method, e.g. with_method: {{dino: {{optimizer: ...}}}}"
+        )
     unknown = [method for method in variants if method not in SETTINGS]
     if unknown:
-        raise RecipeError(f"{path}: with_method names {unknown[0]!r}, which is no method.{closest(str(unknown[0]), SETTINGS)}")
+        raise RecipeError(
+            f"{path}: with_method names {unknown[0]!r}, which is no method.{closest(str(unknown[0]), SETTINGS)}"
+        )
     own = (values.get("method") or {}).get("name", "massl")
     chosen = overrides.get("method.name", own)
     if chosen not in SETTINGS:

@@ -14,14 +14,15 @@ from pydantic import Field
 from torch import Tensor
 
 from massl import distributed, keyed_random
-from massl.commands.evaluate import model_on_device, require_writable
-from massl.commands.evaluation_settings import ModelSettings
+from massl.commands.evaluate.command import model_on_device, require_writable
+from massl.commands.evaluate.settings import ModelSettings
 from massl.config import RecipeError, closest, merge, validate
-from massl.data.evaluation_views import CentreView, ThumbnailView, whole_patches
+from massl.data.evaluation.views import CentreView, ThumbnailView, whole_patches
 from massl.data.sources import open_source
 from massl.data.sources.base import DataError, ImageSource, Pixels
-from massl.evaluations.attention import AttentionSettings, attention_maps, attention_size
-from massl.evaluations.correspondence import (
+from massl.evaluations.features import Extractor
+from massl.evaluations.protocols.attention import AttentionSettings, attention_maps, attention_size
+from massl.evaluations.protocols.correspondence import (
     CorrespondenceSettings,
     correspondence_size,
     describe_pairs,
@@ -29,11 +30,10 @@ from massl.evaluations.correspondence import (
     pair_pictures,
     pairs_to_draw,
 )
-from massl.evaluations.features import Extractor
-from massl.nn.readout import has_class_token, patch_size
-from massl.ops.attention_maps import to_picture
-from massl.ops.neighbours import cosine_topk
-from massl.reports.pictures import GREEN, GREY, RED, SMALLEST_TILE, Colour, Tile, sheet, tile_side
+from massl.nn.token_readout import has_class_token, patch_size
+from massl.ops.scoring.attention_maps import to_picture
+from massl.ops.scoring.neighbours import cosine_topk
+from massl.reports.pictures.sheets import GREEN, GREY, RED, SMALLEST_TILE, Colour, Tile, sheet, tile_side
 from massl.weights.models import LoadedModel
 
 Kind = Literal["attention", "correspondence", "neighbours"]
@@ -48,17 +48,25 @@ class VisualizeSettings(ModelSettings):
 
     data: str = Field(description="images to draw: a folder, archive or URI, as in pretrain's --data.source")
     out: str = Field(description="folder for the pictures; those of the same name are replaced")
-    num_images: int = Field(16, gt=0, description="images that are drawn (a keyed choice); correspondence: pairs of each kind")
+    num_images: int = Field(
+        16, gt=0, description="images that are drawn (a keyed choice); correspondence: pairs of each kind"
+    )
     image_size: int | None = Field(
         None,
         gt=0,
         description="side of the images the network sees, a multiple of its patch; default: the model's own, for attention 480 / 224 of it",
     )
     num_neighbours: int = Field(8, gt=0, description="neighbours: how many are shown of each image")
-    database: str = Field("", description="neighbours: among which images they are looked for; default: data, without the image itself")
-    points_model: str = Field("", description="correspondence: whose attention chooses the drawn patches; default: the model itself")
+    database: str = Field(
+        "", description="neighbours: among which images they are looked for; default: data, without the image itself"
+    )
+    points_model: str = Field(
+        "", description="correspondence: whose attention chooses the drawn patches; default: the model itself"
+    )
     cosine: bool = Field(False, description="correspondence: match by cosine instead of the published dot product")
-    cache: str = Field("", description="neighbours: folder in which features are kept for the next time; default: they are not kept")
+    cache: str = Field(
+        "", description="neighbours: folder in which features are kept for the next time; default: they are not kept"
+    )
     seed: int = Field(0, description="decides which images are chosen and how their views are cut")
 
 
@@ -78,9 +86,9 @@ def visualize(
 ) -> list[Path]:
     """Draw what a model sees in some images; returns the files written, sheets first.
 
-    `kind` is "attention" (what each head of the class token looks at), "correspondence" (which patches of a second view or image are taken
-    for those of a first) or "neighbours" (the most similar images). `model` is a run of massl, a weights file or a timm name; `overrides`
-    sets what else `massl visualize --help` lists, e.g. {"cosine": True}.
+    `kind` is "attention" (what each head of the class token looks at), "correspondence" (which patches of a second view
+    or image are taken for those of a first) or "neighbours" (the most similar images). `model` is a run of massl, a
+    weights file or a timm name; `overrides` sets what else `massl visualize --help` lists, e.g. {"cosine": True}.
     """
     values = {
         "data": str(data),
@@ -92,7 +100,9 @@ def visualize(
         "seed": seed,
         "device": device,
     }
-    return run_visualization(str(model), kind, validate(VisualizeSettings, merge(values, overrides or {}), origin="visualize"))
+    return run_visualization(
+        str(model), kind, validate(VisualizeSettings, merge(values, overrides or {}), origin="visualize")
+    )
 
 
 def run_visualization(model: str, kind: str, settings: VisualizeSettings) -> list[Path]:
@@ -126,7 +136,7 @@ class _Job:
         return order[: self.settings.num_images].sort().values
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------------------------
+# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 def _draw_attention(job: _Job) -> list[Path]:
@@ -142,7 +152,10 @@ def _draw_attention(job: _Job) -> list[Path]:
         for batch in attention_maps(job.extractor, job.source, job.chosen_images(), size=size):
             for number, index in enumerate(batch.indices.tolist()):
                 photo, *maps = (tile.numpy() for tile in batch.tiles(number, job.model, mass=AttentionSettings().mass))
-                row = [Tile(picture=photo, captions=(job.source.key_of(index),)), *(Tile(picture=part, smooth=False) for part in maps)]
+                row = [
+                    Tile(picture=photo, captions=(job.source.key_of(index),)),
+                    *(Tile(picture=part, smooth=False) for part in maps),
+                ]
                 picture = sheet([row], box=(side, side), headings=headings(row))
                 strips.append(_save(picture, job.folder / "attention" / f"{len(strips):03d}.png"))
                 yield row
@@ -152,17 +165,21 @@ def _draw_attention(job: _Job) -> list[Path]:
             f"Attention of the class token, last block: {job.model.name}. Colours: patches that hold 60 % of a head's attention, "
             "head 0 blue, 1 red, 2 yellow ...; each heat map has a scale of its own"
         )
-        return sheet(rows_of_page, box=(tile_side(size), tile_side(size)), title=title, headings=headings(rows_of_page[0]))
+        return sheet(
+            rows_of_page, box=(tile_side(size), tile_side(size)), title=title, headings=headings(rows_of_page[0])
+        )
 
     sheets = _save_pages(rows(), page_of, job.folder / "attention.png")
     return [*sheets, *strips]
 
 
-# ---- correspondence --------------------------------------------------------------------------------------------------------------------
+# ---- correspondence --------------------------------------------------------------------------------------------------
 
 
 def _draw_correspondence(job: _Job) -> list[Path]:
-    """Pairs of views of an image, and where there are labels pairs of images of a class, with lines between matching patches."""
+    """Pairs of views of an image, and where there are labels pairs of images of a class, with lines between matching
+    patches.
+    """
     num, seed = job.settings.num_images, job.settings.seed
     settings = CorrespondenceSettings(num_images=num, num_figures=num, cosine=job.settings.cosine, seed=seed)
     size = correspondence_size(job.model, job.settings.image_size, option="--image_size")
@@ -170,8 +187,12 @@ def _draw_correspondence(job: _Job) -> list[Path]:
     tiles: dict[str, list[Tile]] = {}
     pictures: list[Path] = []
     for batch in pairs_to_draw(job.extractor, job.source, settings, size=size):
-        drawn = pair_pictures(batch, model=job.model, points_model=points_model, num_points=settings.num_points, gap=_PAIR_GAP)
-        for picture, pair, description in zip(drawn, batch.indices.tolist(), describe_pairs(batch, job.source), strict=True):
+        drawn = pair_pictures(
+            batch, model=job.model, points_model=points_model, num_points=settings.num_points, gap=_PAIR_GAP
+        )
+        for picture, pair, description in zip(
+            drawn, batch.indices.tolist(), describe_pairs(batch, job.source), strict=True
+        ):
             kind = str(description["kind"])
             tile = Tile(picture=picture.numpy(), captions=_pair_captions(job.source, pair, description))
             path = job.folder / "correspondence" / f"{kind}_{len(tiles.setdefault(kind, [])):03d}.png"
@@ -184,7 +205,9 @@ def _draw_correspondence(job: _Job) -> list[Path]:
         height, width, _ = of_kind[0].picture.shape
         page_of = functools.partial(sheet, box=(width, height), title=title)
         sheets += _save_pages(
-            (of_kind[at : at + 2] for at in range(0, len(of_kind), 2)), page_of, job.folder / f"correspondence_{kind}.png"
+            (of_kind[at : at + 2] for at in range(0, len(of_kind), 2)),
+            page_of,
+            job.folder / f"correspondence_{kind}.png",
         )
     return [*sheets, *pictures]
 
@@ -193,10 +216,13 @@ def _pair_captions(source: ImageSource, pair: list[int], description: Mapping[st
     first, second = (source.key_of(index) for index in pair)
     if description["kind"] == "class":
         return (f"{_class_name(source, pair[0])}: {first} and {second}",)
-    return (first, f"{description['matched exactly']} of {description['overlapping patches']} shared patches matched exactly")
+    return (
+        first,
+        f"{description['matched exactly']} of {description['overlapping patches']} shared patches matched exactly",
+    )
 
 
-# ---- neighbours ------------------------------------------------------------------------------------------------------------------------
+# ---- neighbours ------------------------------------------------------------------------------------------------------
 
 
 def _draw_neighbours(job: _Job) -> list[Path]:
@@ -211,17 +237,23 @@ def _draw_neighbours(job: _Job) -> list[Path]:
             page = slice(start, start + _ROWS_PER_SHEET)
             queries = _pictures(job.extractor, job.source, chosen[page])
             found = iter(_pictures(job.extractor, database, neighbours[page].flatten()))
-            for query, index, near, values in zip(queries, chosen[page].tolist(), neighbours[page], similarities[page], strict=True):
+            for query, index, near, values in zip(
+                queries, chosen[page].tolist(), neighbours[page], similarities[page], strict=True
+            ):
                 row = [Tile(picture=query, captions=(_name(job.source, index),), frame=GREY)]
                 for other, value in zip(near.tolist(), values.tolist(), strict=True):
                     captions = (f"{value:.3f}", _name(database, other))
-                    row.append(Tile(picture=next(found), captions=captions, frame=_verdict(job.source, index, database, other)))
+                    row.append(
+                        Tile(picture=next(found), captions=captions, frame=_verdict(job.source, index, database, other))
+                    )
                 yield row
 
     def page_of(rows_of_page: list[list[Tile]]) -> Image.Image:
         title = f"Nearest neighbours in {database.name} by cosine similarity: {job.model.name}. Green: same class, red: another"
         headings = ["image", *(str(number + 1) for number in range(neighbours.shape[1]))]
-        return sheet(rows_of_page, box=(SMALLEST_TILE, SMALLEST_TILE), title=title, headings=headings, rule_after_first=True)
+        return sheet(
+            rows_of_page, box=(SMALLEST_TILE, SMALLEST_TILE), title=title, headings=headings, rule_after_first=True
+        )
 
     return _save_pages(rows(), page_of, job.folder / "neighbours.png")
 
@@ -232,21 +264,26 @@ def _verdict(source: ImageSource, index: int, database: ImageSource, other: int)
     return GREY if "" in names else GREEN if names[0] == names[1] else RED
 
 
-def _nearest(job: _Job, chosen: Tensor, database: ImageSource, *, is_own: bool) -> tuple[Tensor, Tensor]:  # -> [Q, k], [Q, k] on the CPU
+# -> [Q, k], [Q, k] on the CPU
+def _nearest(job: _Job, chosen: Tensor, database: ImageSource, *, is_own: bool) -> tuple[Tensor, Tensor]:
     """Similarities and numbers of the nearest images of the database, an image itself not being among its own."""
     num = min(job.settings.num_neighbours, len(database) - is_own)
     if num < 1:
         raise DataError(f"{database.name} holds no other image; neighbours need at least two, or a --database")
     extractor, backbone = job.extractor, job.model.backbone
     size = job.settings.image_size or job.model.image_size
-    view = CentreView(size=whole_patches(size, patch_size(backbone), option="--image_size"), crop_ratio=job.extractor.crop_ratio)
+    view = CentreView(
+        size=whole_patches(size, patch_size(backbone), option="--image_size"), crop_ratio=job.extractor.crop_ratio
+    )
     feature = extractor.chosen_feature("cls" if has_class_token(backbone) else "pooled")
     rows = extractor.features(database, view=view, feature=feature).rows
     if is_own:
         queries = rows[chosen].to(extractor.device)
     else:
         chunks = list(torch.split(chosen, extractor.settings.batch_size))
-        queries = torch.cat([extractor.read(batch.groups, feature) for batch in extractor.views(job.source, chunks, view=view)])
+        queries = torch.cat(
+            [extractor.read(batch.groups, feature) for batch in extractor.views(job.source, chunks, view=view)]
+        )
     similarities, indices = nearest_rows(queries, rows, num_neighbours=num + is_own)
     if is_own:
         similarities = similarities.masked_fill(indices == chosen.to(indices.device)[:, None], -math.inf)
@@ -255,7 +292,8 @@ def _nearest(job: _Job, chosen: Tensor, database: ImageSource, *, is_own: bool) 
     return similarities.cpu(), indices.cpu()
 
 
-def nearest_rows(queries: Tensor, rows: Tensor, *, num_neighbours: int) -> tuple[Tensor, Tensor]:  # [Q, D], [M, D] -> [Q, k], [Q, k]
+# [Q, D], [M, D] -> [Q, k], [Q, k]
+def nearest_rows(queries: Tensor, rows: Tensor, *, num_neighbours: int) -> tuple[Tensor, Tensor]:
     """`cosine_topk` for rows that lie on the CPU and may be too many for the queries' device: they go there in chunks."""
     best_values = queries.new_empty(len(queries), 0)
     best_indices = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
@@ -279,7 +317,7 @@ def _pictures(extractor: Extractor, source: ImageSource, indices: Tensor) -> lis
     ]
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def _class_name(source: ImageSource, index: int) -> str:
@@ -298,7 +336,9 @@ def _save(picture: Image.Image, path: Path) -> Path:
     return path
 
 
-def _save_pages(rows: Iterable[list[Tile]], page_of: Callable[[list[list[Tile]]], Image.Image], path: Path) -> list[Path]:
+def _save_pages(
+    rows: Iterable[list[Tile]], page_of: Callable[[list[list[Tile]]], Image.Image], path: Path
+) -> list[Path]:
     """The rows on one sheet, or on several numbered ones."""
     remaining = iter(rows)
     pages: list[Path] = []

@@ -10,18 +10,27 @@ from massl.config import Settings
 class DataSettings(Settings):
     """Where the images come from and how they are read."""
 
-    source: str = Field("", description="Folder, .npz archive or URI: demo:train, folder:PATH?labels=none, torchvision:CIFAR10?root=DIR")
-    max_side: int = Field(1024, gt=0, description="Images whose longer side exceeds this many pixels are reduced to it while decoding")
-    num_workers: int = Field(4, ge=0, description="Threads or processes that read and decode images; 0 decodes in the training thread")
+    source: str = Field(
+        "", description="Folder, .npz archive or URI: demo:train, folder:PATH?labels=none, torchvision:CIFAR10?root=DIR"
+    )
+    max_side: int = Field(
+        1024, gt=0, description="Images whose longer side exceeds this many pixels are reduced to it while decoding"
+    )
+    num_workers: int = Field(
+        4, ge=0, description="Threads or processes that read and decode images; 0 decodes in the training thread"
+    )
     worker_kind: Literal["threads", "processes"] = Field(
-        "threads", description="What the workers are; processes: for photographs on many cores; each starts in a few seconds"
+        "threads",
+        description="What the workers are; processes: for photographs on many cores; each starts in a few seconds",
     )
     decoder: Literal["cpu", "gpu"] = Field(
         "cpu",
         description="What decodes plain JPEGs; gpu: nvJPEG, whose pixels differ from the CPU's by about a grey level, more at colour edges",
     )
     cache_gib: float = Field(
-        0.0, ge=0.0, description="Keep decoded images in memory, up to this many GiB in each process (one process per GPU); 0: none"
+        0.0,
+        ge=0.0,
+        description="Keep decoded images in memory, up to this many GiB in each process (one process per GPU); 0: none",
     )
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """Multi-crop views: random crops of each image, coloured, blurred and normalised on the device that holds the pixels.
 
-What happens to a view is a function of (seed, epoch, image, view), so it does not depend on worker, batch size or position in the batch.
+What happens to a view is a function of (seed, epoch, image, view), so it does not depend on worker, batch size or
+position in the batch.
 """
 
 from dataclasses import dataclass, fields
@@ -18,15 +19,23 @@ _NUM_TRIES = 10  # of a random crop before the centre of the image is taken, as 
 
 
 class ViewSettings(Settings):
-    """The views of one image; the defaults are the recipe of MaSSL (2 x 224 + 10 x 96, colour and blur as in BYOL and DINO)."""
+    """The views of one image; the defaults are the recipe of MaSSL (2 x 224 + 10 x 96, colour and blur as in BYOL and
+    DINO).
+    """
 
     num_global: int = Field(2, ge=1, description="large crops per image")
     num_local: int = Field(10, ge=0, description="small crops per image")
     global_size: int = Field(224, ge=1, description="side of a global view in pixels")
     local_size: int = Field(96, ge=1, description="side of a local view in pixels")
-    global_scale: tuple[float, float] = Field((0.32, 1.0), description="smallest and largest part of the image's area in a global view")
-    local_scale: tuple[float, float] = Field((0.05, 0.32), description="smallest and largest part of the image's area in a local view")
-    aspect_ratio: tuple[float, float] = Field((3 / 4, 4 / 3), description="smallest and largest width / height of a crop")
+    global_scale: tuple[float, float] = Field(
+        (0.32, 1.0), description="smallest and largest part of the image's area in a global view"
+    )
+    local_scale: tuple[float, float] = Field(
+        (0.05, 0.32), description="smallest and largest part of the image's area in a local view"
+    )
+    aspect_ratio: tuple[float, float] = Field(
+        (3 / 4, 4 / 3), description="smallest and largest width / height of a crop"
+    )
     flip_probability: float = Field(0.5, ge=0, le=1, description="how often a view is mirrored")
     jitter_probability: float = Field(0.8, ge=0, le=1, description="how often colours are jittered")
     brightness: float = Field(0.4, ge=0, description="jitter: factor drawn from 1 - x to 1 + x")
@@ -34,19 +43,38 @@ class ViewSettings(Settings):
     saturation: float = Field(0.2, ge=0, description="jitter: factor drawn from 1 - x to 1 + x")
     hue: float = Field(0.1, ge=0, le=0.5, description="jitter: turn of the colour wheel drawn from -x to x")
     grey_probability: float = Field(0.2, ge=0, le=1, description="how often a view loses its colour")
-    global_jitter_probability: float | None = Field(None, ge=0, le=1, description="jitter of global views; default: jitter_probability")
-    global_grey_probability: float | None = Field(None, ge=0, le=1, description="grey global views; default: grey_probability")
-    first_global_blur_probability: float = Field(1.0, ge=0, le=1, description="how often the first global view is blurred")
-    second_global_blur_probability: float = Field(0.1, ge=0, le=1, description="how often each further global view is blurred")
+    global_jitter_probability: float | None = Field(
+        None, ge=0, le=1, description="jitter of global views; default: jitter_probability"
+    )
+    global_grey_probability: float | None = Field(
+        None, ge=0, le=1, description="grey global views; default: grey_probability"
+    )
+    first_global_blur_probability: float = Field(
+        1.0, ge=0, le=1, description="how often the first global view is blurred"
+    )
+    second_global_blur_probability: float = Field(
+        0.1, ge=0, le=1, description="how often each further global view is blurred"
+    )
     local_blur_probability: float = Field(0.5, ge=0, le=1, description="how often a local view is blurred")
     blur_sigma: tuple[float, float] = Field((0.1, 2.0), description="smallest and largest sigma of the blur in pixels")
-    solarise_probability: float = Field(0.2, ge=0, le=1, description="how often each global view but the first is solarised")
-    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="subtracted from red, green and blue in [0, 1]")
-    std: tuple[float, float, float] = Field((0.229, 0.224, 0.225), description="what red, green and blue are then divided by")
+    solarise_probability: float = Field(
+        0.2, ge=0, le=1, description="how often each global view but the first is solarised"
+    )
+    mean: tuple[float, float, float] = Field(
+        (0.485, 0.456, 0.406), description="subtracted from red, green and blue in [0, 1]"
+    )
+    std: tuple[float, float, float] = Field(
+        (0.229, 0.224, 0.225), description="what red, green and blue are then divided by"
+    )
 
     @model_validator(mode="after")
     def _ranges_are_ordered(self) -> Self:
-        for name, largest_allowed in (("global_scale", 1.0), ("local_scale", 1.0), ("aspect_ratio", None), ("blur_sigma", None)):
+        for name, largest_allowed in (
+            ("global_scale", 1.0),
+            ("local_scale", 1.0),
+            ("aspect_ratio", None),
+            ("blur_sigma", None),
+        ):
             low, high = getattr(self, name)
             if not 0 < low <= high or (largest_allowed is not None and high > largest_allowed):
                 bound = "" if largest_allowed is None else f" <= {largest_allowed:g}"
@@ -110,7 +138,8 @@ def draw_parameters(settings: ViewSettings, sizes: Tensor, indices: Tensor, *, s
     def draw(purpose: str, num_draws: int) -> Tensor:  # -> [num_draws, V, B] float64 in [0, 1)
         views, pairs = torch.arange(settings.num_views)[:, None, None], torch.arange(num_draws // 2)
         words = bits(seed, purpose, epoch, indices[:, None], views, pairs).movedim(-1, 0)
-        return torch.cat([words >> 31, words & 0x7FFFFFFF]) * 2.0**-31  # two numbers per key: hashing is most of the cost
+        # two numbers per key: hashing is most of the cost
+        return torch.cat([words >> 31, words & 0x7FFFFFFF]) * 2.0**-31
 
     flip, jitter, grey, blur, sigma, solarise, *changes = draw("view looks", 14)
     strengths, turns = torch.split(torch.stack(changes, dim=-1), 4, dim=-1)  # each [V, B, 4]
@@ -131,8 +160,11 @@ def draw_parameters(settings: ViewSettings, sizes: Tensor, indices: Tensor, *, s
     )
 
 
-def _crop_boxes(settings: ViewSettings, sizes: Tensor, draws: Tensor) -> Tensor:  # [B, 2], [2 * tries + 2, V, B] -> [V, B, 4]
-    """Random resized crops by torchvision's rule: the first try that fits the image, else its largest centre of allowed ratio."""
+# [B, 2], [2 * tries + 2, V, B] -> [V, B, 4]
+def _crop_boxes(settings: ViewSettings, sizes: Tensor, draws: Tensor) -> Tensor:
+    """Random resized crops by torchvision's rule: the first try that fits the image, else its largest centre of allowed
+    ratio.
+    """
     image_height, image_width = sizes.double().unbind(1)
     scales = [settings.global_scale] * settings.num_global + [settings.local_scale] * settings.num_local
     low_scale, high_scale = torch.tensor(scales, dtype=torch.float64).T[:, :, None]  # each [V, 1]
@@ -154,22 +186,34 @@ def _crop_boxes(settings: ViewSettings, sizes: Tensor, draws: Tensor) -> Tensor:
 
 
 def make_views(
-    images: image_ops.RaggedImages, indices: Tensor, settings: ViewSettings, *, seed: int, epoch: int, dtype: torch.dtype = torch.float32
+    images: image_ops.RaggedImages,
+    indices: Tensor,
+    settings: ViewSettings,
+    *,
+    seed: int,
+    epoch: int,
+    dtype: torch.dtype = torch.float32,
 ) -> ViewBatch:
-    """All views of a batch, on the device of its pixels and in `dtype` (rounded once, at the end); `indices` [B] stay on the CPU."""
+    """All views of a batch, on the device of its pixels and in `dtype` (rounded once, at the end); `indices` [B] stay
+    on the CPU.
+    """
     parameters = draw_parameters(settings, images.sizes, indices, seed=seed, epoch=epoch)
     groups = [(settings.global_size, parameters.of_views(slice(settings.num_global)))]
     if settings.num_local:
         groups.append((settings.local_size, parameters.of_views(slice(settings.num_global, None))))
     render = _render_by_kernels if images.pixels.is_cuda else _render
     global_views, *local_views = render(images, groups, settings, dtype)
-    return ViewBatch(global_views=global_views, local_views=local_views[0] if local_views else None, image_indices=indices)
+    return ViewBatch(
+        global_views=global_views, local_views=local_views[0] if local_views else None, image_indices=indices
+    )
 
 
 _Groups = list[tuple[int, ViewParameters]]  # views of one size each
 
 
-def _render(images: image_ops.RaggedImages, groups: _Groups, settings: ViewSettings, dtype: torch.dtype) -> list[Tensor]:
+def _render(
+    images: image_ops.RaggedImages, groups: _Groups, settings: ViewSettings, dtype: torch.dtype
+) -> list[Tensor]:
     """The slow truth: [V, B, 3, size, size] for each group."""
     finished = []
     for size, parameters in groups:
@@ -178,20 +222,29 @@ def _render(images: image_ops.RaggedImages, groups: _Groups, settings: ViewSetti
         factors, order = parameters.jitter_factors.view(-1, 4), parameters.jitter_order.view(-1, 4)
         image_ops.update_rows(flat, parameters.jittered.view(-1), image_ops.colour_jitter, factors, order)
         image_ops.update_rows(flat, parameters.greyed.view(-1), image_ops.grey)
-        image_ops.update_rows(flat, parameters.blurred.view(-1), image_ops.gaussian_blur, parameters.blur_sigmas.view(-1))
+        image_ops.update_rows(
+            flat, parameters.blurred.view(-1), image_ops.gaussian_blur, parameters.blur_sigmas.view(-1)
+        )
         image_ops.update_rows(flat, parameters.solarised.view(-1), image_ops.solarise)
         finished.append(image_ops.normalise(views, settings.mean, settings.std).to(dtype))
     return finished
 
 
-def _render_by_kernels(images: image_ops.RaggedImages, groups: _Groups, settings: ViewSettings, dtype: torch.dtype) -> list[Tensor]:
+def _render_by_kernels(
+    images: image_ops.RaggedImages, groups: _Groups, settings: ViewSettings, dtype: torch.dtype
+) -> list[Tensor]:
     """The same on a GPU: one copy to the device and three launches for each group, where `_render` needs some 2,000."""
-    from massl.ops import look_kernels, view_kernels  # here: Triton comes with PyTorch for GPUs only
+    from massl.ops.kernels import photometric as look_kernels  # here: Triton comes with PyTorch for GPUs only
+    from massl.ops.kernels import resample as view_kernels
 
     blur_by_kernel = look_kernels.can_blur(settings.blur_sigma[1])
     tables = []
     for size, drawn in groups:
-        sigmas = torch.where(drawn.blurred, drawn.blur_sigmas, 0.0) if blur_by_kernel else torch.zeros_like(drawn.blur_sigmas)
+        sigmas = (
+            torch.where(drawn.blurred, drawn.blur_sigmas, 0.0)
+            if blur_by_kernel
+            else torch.zeros_like(drawn.blur_sigmas)
+        )
         looks = view_kernels.pack_looks(
             drawn.jitter_factors.view(-1, 4),
             drawn.jitter_order.view(-1, 4),
@@ -201,7 +254,11 @@ def _render_by_kernels(images: image_ops.RaggedImages, groups: _Groups, settings
             sigmas=sigmas.view(-1),
         )
         sources = torch.arange(len(images)).repeat(len(drawn.boxes))
-        tables.append(view_kernels.pack_jobs(images, sources, *image_ops.crop_axes(drawn.boxes, size=size, flip=drawn.flipped), looks))
+        tables.append(
+            view_kernels.pack_jobs(
+                images, sources, *image_ops.crop_axes(drawn.boxes, size=size, flip=drawn.flipped), looks
+            )
+        )
     jobs = image_ops.to_device(torch.cat(tables), images.pixels.device)
     finished = []
     for (size, drawn), group_jobs in zip(groups, torch.split(jobs, [len(table) for table in tables]), strict=True):

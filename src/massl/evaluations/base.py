@@ -1,4 +1,6 @@
-"""What an evaluation takes and gives. Scorers are pure functions on tensors; a protocol joins them to features and names the numbers."""
+"""What an evaluation takes and gives. Scorers are pure functions on tensors; a protocol joins them to features and
+names the numbers.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,7 +59,9 @@ class LabelledFeatures:
 
 def labels_of_images(source: ImageSource) -> Tensor:  # -> [N] int64 on the CPU, -1 where unlabelled
     """The labels of all images of a source, without reading them."""
-    return torch.tensor([-1 if label is None else label for label in map(source.label_of, range(len(source)))], dtype=torch.int64)
+    return torch.tensor(
+        [-1 if label is None else label for label in map(source.label_of, range(len(source)))], dtype=torch.int64
+    )
 
 
 def require_labels(features: LabelledFeatures) -> None:
@@ -74,10 +78,11 @@ def _require_labelled(labels: Tensor, *, name: str) -> None:  # [N]
 
 
 def require_same_classes(train: ImageSource, test: ImageSource) -> int:
-    """The number of classes, provided that both sources number the same ones, label all images, and `train` shows each class.
+    """The number of classes, provided that both sources number the same ones, label all images, and `train` shows each
+    class.
 
-    Looks at labels only, so that it can be asked before hours are spent on features. A class without test images is no obstacle: what is
-    reported is a mean over images.
+    Looks at labels only, so that it can be asked before hours are spent on features. A class without test images is no
+    obstacle: what is reported is a mean over images.
     """
     for source in (train, test):
         if source.class_names is None:
@@ -92,7 +97,9 @@ def require_same_classes(train: ImageSource, test: ImageSource) -> int:
         )
     if train.class_names != test.class_names:
         first = next(pair for pair in zip(train.class_names, test.class_names, strict=True) if pair[0] != pair[1])
-        raise DataError(f"class names of {train.name} and {test.name} differ: {first[0]!r} stands against {first[1]!r}{advice}")
+        raise DataError(
+            f"class names of {train.name} and {test.name} differ: {first[0]!r} stands against {first[1]!r}{advice}"
+        )
     train_labels = labels_of_images(train)
     for labels, source in ((train_labels, train), (labels_of_images(test), test)):
         _require_labelled(labels, name=source.name)
@@ -107,7 +114,10 @@ def _empty_folders_of(source: ImageSource) -> str:
     return f". No images lie in these folders of {source.name}: {_first_few(source.empty_class_folders)}; fill or remove them"
 
 
-def require_every_class(labels: Tensor, num_classes: int, *, name: str, class_names: tuple[str, ...] | None = None) -> None:  # [N]
+# [N]
+def require_every_class(
+    labels: Tensor, num_classes: int, *, name: str, class_names: tuple[str, ...] | None = None
+) -> None:
     """At least one image of every class, or an error that names the empty ones."""
     empty = (torch.bincount(labels, minlength=num_classes) == 0).nonzero().flatten().tolist()
     if empty:
@@ -142,5 +152,6 @@ class ProtocolEntry:
     settings_type: type[Settings]
     needs: tuple[str, ...]  # fields of EvaluationData that must be given: "train", "test", "folder"
     summary: str
-    named: frozenset[str] = frozenset()  # settings that decide no number, or that the protocol itself names in its results
+    # settings that decide no number, or that the protocol itself names in its results
+    named: frozenset[str] = frozenset()
     sees_centre: bool = True  # whether it looks at the central part of images, so that the crop ratio counts

@@ -1,7 +1,8 @@
-"""The data sets of the published evaluations: where their files lie below a data root, how they are opened, how one gets them.
+"""The data sets of the published evaluations: where their files lie below a data root, how they are opened, how one
+gets them.
 
-Splits and sizes are those of the protocols that the paper follows: CARP's for transfer, torchvision's elsewhere, the lists of SimCLR for
-1 % and 10 % of ImageNet, and those of Liu et al., 2019, for ImageNet-LT.
+Splits and sizes are those of the protocols that the paper follows: CARP's for transfer, torchvision's elsewhere, the
+lists of SimCLR for 1 % and 10 % of ImageNet, and those of Liu et al., 2019, for ImageNet-LT.
 """
 
 import re
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from massl.config import closest
+from massl.data.evaluation.subset_lists import read_name_list, read_path_list
 from massl.data.sources import open_source
 from massl.data.sources.base import DataError, ImageSource
 from massl.data.sources.subset import SubsetSource
-from massl.data.subset_lists import read_name_list, read_path_list
 from massl.evaluations.base import EvaluationData
 
 Part = Literal["train", "validation", "test", "folder"]  # the fields of EvaluationData that lead to images
@@ -51,7 +52,7 @@ class Dataset:
     aliases: tuple[str, ...] = ()
 
 
-# ---- kinds of rows -------------------------------------------------------------------------------------------------------------------
+# ---- kinds of rows ---------------------------------------------------------------------------------------------------
 
 
 def _torchvision(
@@ -64,8 +65,8 @@ def _torchvision(
 ) -> Dataset:
     """A set that torchvision opens.
 
-    place: its class, its folder, and the files there that both splits need; sizes: numbers of training images, test images and classes;
-    train, test: torchvision's arguments for the split, and the files that only it needs.
+    place: its class, its folder, and the files there that both splits need; sizes: numbers of training images, test
+    images and classes; train, test: torchvision's arguments for the split, and the files that only it needs.
     """
     class_name, folder, files = place
 
@@ -89,14 +90,20 @@ def _torchvision(
 
 def _open_torchvision(class_name: str, root: Path, options: str) -> ImageSource:
     if {"&", "?"} & set(str(root)):
-        raise DataError(f"the data root {root} has & or ? in its name, which stand between parameters; reach it by a link without them")
+        raise DataError(
+            f"the data root {root} has & or ? in its name, which stand between parameters; reach it by a link without them"
+        )
     return open_source(f"torchvision:{class_name}?root={root}{options}")
 
 
 def _imagenet(split: str, num_images: int) -> Split:
     """Class folders. As stored: published scores do not turn images by EXIF."""
     uri = f"imagenet/{split}?labels=folders&orientation=stored"
-    return Split(open=lambda root: open_source(f"folder:{root}/{uri}"), expected=(f"imagenet/{split}/*/*",), num_images=num_images)
+    return Split(
+        open=lambda root: open_source(f"folder:{root}/{uri}"),
+        expected=(f"imagenet/{split}/*/*",),
+        num_images=num_images,
+    )
 
 
 def _share_of_imagenet(list_name: str, num_images: int) -> Dataset:
@@ -104,13 +111,13 @@ def _share_of_imagenet(list_name: str, num_images: int) -> Dataset:
 
     def open_share(root: Path) -> ImageSource:
         images = IMAGENET_TRAIN.open(root)
-        return SubsetSource(images, read_name_list(root / "imagenet_lists" / list_name, images), name=f"{images.name} in {list_name}")
+        return SubsetSource(
+            images, read_name_list(root / "imagenet_lists" / list_name, images), name=f"{images.name} in {list_name}"
+        )
 
     expected = (f"imagenet_lists/{list_name}", *IMAGENET_TRAIN.expected)
     train = Split(open=open_share, expected=expected, num_images=num_images)
-    advice = (
-        f"the list {list_name} is in the folder imagenet_subsets of Google Research's SimCLR repository; for the images {IMAGENET_ADVICE}"
-    )
+    advice = f"the list {list_name} is in the folder imagenet_subsets of Google Research's SimCLR repository; for the images {IMAGENET_ADVICE}"
     return Dataset(parts={"train": train, "test": IMAGENET_VAL}, num_classes=1000, advice=advice)
 
 
@@ -120,7 +127,9 @@ def _long_tail(split: str, num_images: int, *, images: Split) -> Split:
 
     def open_listed(root: Path) -> ImageSource:
         class_names = tuple(sorted(entry.name for entry in (root / "imagenet" / "train").iterdir() if entry.is_dir()))
-        return read_path_list(root / "imagenet_lists" / list_name, root / "imagenet", name=list_name, class_names=class_names)
+        return read_path_list(
+            root / "imagenet_lists" / list_name, root / "imagenet", name=list_name, class_names=class_names
+        )
 
     expected = tuple(dict.fromkeys((f"imagenet_lists/{list_name}", *IMAGENET_TRAIN.expected, *images.expected)))
     return Split(open=open_listed, expected=expected, num_images=num_images)
@@ -136,28 +145,33 @@ def _retrieval(folder: str, *, city: str, num_images: int) -> Dataset:
     return Dataset(parts={"folder": layout}, aliases=(f"r{city}",), advice=advice)
 
 
-def _folders_of_images(folder: str, patterns: Mapping[str, int], *, advice: str, aliases: tuple[str, ...] = ()) -> Dataset:
+def _folders_of_images(
+    folder: str, patterns: Mapping[str, int], *, advice: str, aliases: tuple[str, ...] = ()
+) -> Dataset:
     num_images = {f"{folder}/{pattern}": number for pattern, number in patterns.items()}
     return Dataset(
-        parts={"folder": Layout(folder=folder, expected=tuple(num_images), num_images=num_images)}, aliases=aliases, advice=advice
+        parts={"folder": Layout(folder=folder, expected=tuple(num_images), num_images=num_images)},
+        aliases=aliases,
+        advice=advice,
     )
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------------------------
 
 IMAGENET_TRAIN, IMAGENET_VAL = _imagenet("train", 1_281_167), _imagenet("val", 50_000)
 IMAGENET_ADVICE = (
     "register at the ImageNet project, fetch the training and the validation images of ILSVRC-2012 and unpack them into one folder per "
     "class (n01440764 and so on) below {root}/imagenet/train and {root}/imagenet/val, or put links there"
 )
-LONG_TAIL_ADVICE = (
-    "the lists ImageNet_LT_train.txt, _val.txt and _test.txt are in data/ImageNet_LT of Facebook Research's classifier-balancing repository"
-)
+LONG_TAIL_ADVICE = "the lists ImageNet_LT_train.txt, _val.txt and _test.txt are in data/ImageNet_LT of Facebook Research's classifier-balancing repository"
 BACKGROUNDS = ("original", "only_fg", "mixed_same", "mixed_rand", "mixed_next", "no_fg", "only_bg_b", "only_bg_t")
 
 DATASETS: dict[str, Dataset] = {
     "ImageNet": Dataset(
-        parts={"train": IMAGENET_TRAIN, "test": IMAGENET_VAL}, num_classes=1000, aliases=("ImageNet-1k",), advice=IMAGENET_ADVICE
+        parts={"train": IMAGENET_TRAIN, "test": IMAGENET_VAL},
+        num_classes=1000,
+        aliases=("ImageNet-1k",),
+        advice=IMAGENET_ADVICE,
     ),
     "ImageNet-1%": _share_of_imagenet("1percent.txt", 12_811),
     "ImageNet-10%": _share_of_imagenet("10percent.txt", 128_116),
@@ -223,7 +237,11 @@ DATASETS: dict[str, Dataset] = {
         sizes=(1_880, 1_880, 47),
     ),
     "CIFAR-10": _torchvision(
-        ("CIFAR10", "cifar-10-batches-py", "batches.meta test_batch " + " ".join(f"data_batch_{number}" for number in range(1, 6))),
+        (
+            "CIFAR10",
+            "cifar-10-batches-py",
+            "batches.meta test_batch " + " ".join(f"data_batch_{number}" for number in range(1, 6)),
+        ),
         train=({"train": True}, ""),
         test=({"train": False}, ""),
         sizes=(50_000, 10_000, 10),
@@ -235,7 +253,8 @@ DATASETS: dict[str, Dataset] = {
         sizes=(50_000, 10_000, 100),
     ),
     "ROxford5k": _retrieval("roxford5k", city="Oxford", num_images=4_993 + 70),
-    "RParis6k": _retrieval("rparis6k", city="Paris", num_images=6_322 + 70),  # its archives hold 20 files more, which are damaged
+    # its archives hold 20 files more, which are damaged
+    "RParis6k": _retrieval("rparis6k", city="Paris", num_images=6_322 + 70),
     "Copydays": _folders_of_images(
         "copydays",
         {"original/*.jpg": 157, "strong/*.jpg": 229},
@@ -251,7 +270,7 @@ DATASETS: dict[str, Dataset] = {
 }
 
 
-# ---- use -----------------------------------------------------------------------------------------------------------------------------
+# ---- use -------------------------------------------------------------------------------------------------------------
 
 
 def look_up(name: str) -> str:
@@ -278,9 +297,16 @@ def missing_data(name: str, data_root: Path, *, parts: Collection[str] = PARTS) 
 
 
 def open_data(
-    name: str, data_root: Path, *, output: Path, parts: Collection[str] = PARTS, warn: Callable[[str], None] = warnings.warn
+    name: str,
+    data_root: Path,
+    *,
+    output: Path,
+    parts: Collection[str] = PARTS,
+    warn: Callable[[str], None] = warnings.warn,
 ) -> EvaluationData:
-    """The parts of a set that are asked for; `warn` is told where they are not as large as those of the published protocol."""
+    """The parts of a set that are asked for; `warn` is told where they are not as large as those of the published
+    protocol.
+    """
     missing = missing_data(name, data_root, parts=parts)
     if missing is not None:
         raise DataError(missing)
@@ -306,7 +332,10 @@ def _unlike_published(row_name: str, root: Path, opened: Mapping[str, Any]) -> I
             found.append((f"{row_name} ({part})", "classes", len(source.class_names or ()), row.num_classes or 0))
         else:
             counts = {pattern: sum(1 for _ in root.glob(pattern)) for pattern in images.num_images}
-            found = [(pattern, "images", min(counts[pattern], number), number) for pattern, number in images.num_images.items()]
+            found = [
+                (pattern, "images", min(counts[pattern], number), number)
+                for pattern, number in images.num_images.items()
+            ]
         for where, what, number, published in found:
             if number != published:
                 yield f"{where} has {number:,} {what}, published protocol has {published:,}"

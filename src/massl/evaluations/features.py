@@ -1,7 +1,8 @@
-"""Features once: images stream through the backbone, and the result is kept under a key of weights, data, view, feature and precision.
+"""Features once: images stream through the backbone, and the result is kept under a key of weights, data, view, feature
+and precision.
 
-A stale cache is impossible: whatever decides a feature is part of the key under which it is kept, down to the time each image file was
-last changed. Long extractions are kept in parts, so that one that is stopped continues where it was.
+A stale cache is impossible: whatever decides a feature is part of the key under which it is kept, down to the time each
+image file was last changed. Long extractions are kept in parts, so that one that is stopped continues where it was.
 """
 
 import hashlib
@@ -22,12 +23,12 @@ from torch import Tensor
 
 from massl import distributed
 from massl.config import MasslError, Settings, closest
-from massl.data.evaluation_views import PUBLISHED_CROP_RATIO, CentreView, EvaluationView, view_key
-from massl.data.gpu_decode import jpeg_decoder
-from massl.data.loader import ImageBatch, Loader
+from massl.data.evaluation.views import PUBLISHED_CROP_RATIO, CentreView, EvaluationView, view_key
+from massl.data.loading.gpu_decode import jpeg_decoder
+from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.sources.base import DataError, ImageSource
 from massl.evaluations.base import EvaluationError, LabelledFeatures, labels_of_images, require_finite
-from massl.evaluations.readers import FEATURES, read_feature
+from massl.evaluations.named_features import FEATURES, read_feature
 from massl.ops.image_ops import Filter, normalise
 from massl.weights.models import LoadedModel
 
@@ -72,7 +73,9 @@ Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 @dataclass(frozen=True, kw_only=True)
 class Extractor:
-    """A model on its device, and where features of it are kept. Under torchrun every process takes its share, and all receive all."""
+    """A model on its device, and where features of it are kept. Under torchrun every process takes its share, and all
+    receive all.
+    """
 
     model: LoadedModel
     settings: ExtractionSettings
@@ -95,7 +98,8 @@ class Extractor:
                 require_finite(rows, name=source.name)
                 self._keep(key, begin, rows)
             if begin == 0:
-                all_rows = torch.empty(len(source), rows.shape[1])  # at once: parts that are joined at the end need twice the memory
+                # at once: parts that are joined at the end need twice the memory
+                all_rows = torch.empty(len(source), rows.shape[1])
             all_rows[begin : begin + len(rows)] = rows
         return LabelledFeatures(rows=all_rows, labels=labels_of_images(source), name=source.name)
 
@@ -107,13 +111,17 @@ class Extractor:
         """The feature a protocol names, unless the user chose another."""
         chosen = self.feature or feature
         if chosen not in FEATURES:
-            raise EvaluationError(f"there is no feature {chosen!r}.{closest(chosen, FEATURES)} Known: {', '.join(FEATURES)}")
+            raise EvaluationError(
+                f"there is no feature {chosen!r}.{closest(chosen, FEATURES)} Known: {', '.join(FEATURES)}"
+            )
         return chosen
 
     @torch.inference_mode()
     def read(self, groups: list[Tensor], feature: str) -> Tensor:  # groups of normalised [b, 3, H, W] -> [B, D] float32
         """Features of views that are already on the device."""
-        return torch.cat([read_feature(self.model.backbone, group, feature, precision=self.settings.precision) for group in groups])
+        return torch.cat(
+            [read_feature(self.model.backbone, group, feature, precision=self.settings.precision) for group in groups]
+        )
 
     def views(self, source: ImageSource, chunks: list[Tensor], *, view: EvaluationView) -> Iterator[ViewedBatch]:
         """Batches of images in the order of `chunks`, as the network sees them."""
@@ -124,7 +132,8 @@ class Extractor:
         """The same as they are stored, on the device, read ahead; an image that cannot be read stops the work."""
         loader = Loader(
             source,
-            order_at=lambda number: chunks[number] if number < len(chunks) else chunks[0][:1],  # read-ahead asks beyond the last
+            # read-ahead asks beyond the last
+            order_at=lambda number: chunks[number] if number < len(chunks) else chunks[0][:1],
             seed=0,
             num_workers=self.settings.num_workers,
             worker_kind=self.settings.worker_kind,
@@ -142,9 +151,11 @@ class Extractor:
     def _normalised(self, batch: ImageBatch, view: EvaluationView) -> list[Tensor]:
         return [normalise(group, self.model.mean, self.model.std) for group in view.apply(batch.images, batch.indices)]
 
-    def _extract(self, source: ImageSource, indices: Tensor, view: EvaluationView, feature: str) -> Tensor:  # -> [len(indices), D]
+    # -> [len(indices), D]
+    def _extract(self, source: ImageSource, indices: Tensor, view: EvaluationView, feature: str) -> Tensor:
         share = -(-len(indices) // distributed.world_size())
-        positions = (distributed.rank() * share + torch.arange(share)) % len(indices)  # the last ranks may repeat the first images
+        # the last ranks may repeat the first images
+        positions = (distributed.rank() * share + torch.arange(share)) % len(indices)
         chunks = list(torch.split(indices[positions], self.settings.batch_size))
         rows, num_done = [], 0
         with self.failing_together():
@@ -157,7 +168,9 @@ class Extractor:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """What stops one process inside stops all: the others would wait for its share, or take what it sends next for that."""
+        """What stops one process inside stops all: the others would wait for its share, or take what it sends next for
+        that.
+        """
         if distributed.world_size() == 1:
             yield
             return
@@ -172,7 +185,7 @@ class Extractor:
         if any(messages):
             raise failure or EvaluationError(next(filter(None, messages)))
 
-    # ---- cache -----------------------------------------------------------------------------------------------------------------------
+    # ---- cache -------------------------------------------------------------------------------------------------------
 
     def cache_key(self, source: ImageSource, view: EvaluationView, feature: str) -> str:
         """Digest of all that decides the features."""
@@ -196,7 +209,8 @@ class Extractor:
         if self.cache is None:
             return None
         path = self._file(key, begin)
-        if distributed.largest_over_ranks(int(not path.is_file()), self.device):  # missing for one process: all compute it
+        # missing for one process: all compute it
+        if distributed.largest_over_ranks(int(not path.is_file()), self.device):
             return None
         with self.failing_together():
             rows = _read_rows(path)
@@ -229,7 +243,9 @@ def _write_rows(path: Path, rows: Tensor) -> None:  # [n, D]
         safetensors.torch.save_file({"rows": rows.contiguous()}, unfinished)
         unfinished.replace(path)  # whole or not at all
     except (SafetensorError, OSError) as error:
-        raise EvaluationError(f"features cannot be kept at {path} ({error}); make room there, or choose another folder") from None
+        raise EvaluationError(
+            f"features cannot be kept at {path} ({error}); make room there, or choose another folder"
+        ) from None
     finally:
         with suppress(OSError):
             unfinished.unlink()

@@ -1,4 +1,6 @@
-"""results.jsonl: every number that was measured, with what made it. Rows are only ever added; the newest of its kind counts."""
+"""results.jsonl: every number that was measured, with what made it. Rows are only ever added; the newest of its kind
+counts.
+"""
 
 import contextlib
 import fcntl
@@ -62,7 +64,9 @@ class ResultRow:
         except ValueError:
             offset = None
         if offset != timedelta(0):
-            raise EvaluationError(f"{where}: created is {self.created!r}; expected a time in UTC such as 2024-07-21T12:00:00+00:00")
+            raise EvaluationError(
+                f"{where}: created is {self.created!r}; expected a time in UTC such as 2024-07-21T12:00:00+00:00"
+            )
 
 
 _ROW = TypeAdapter(ResultRow)
@@ -88,7 +92,9 @@ def append_rows(path: Path, rows: Sequence[ResultRow]) -> None:
 
 
 def read_rows(path: Path) -> list[ResultRow]:
-    """All rows in the order they were written; none where there is no file. Half a last line, left by a crash, is taken away."""
+    """All rows in the order they were written; none where there is no file. Half a last line, left by a crash, is taken
+    away.
+    """
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # a write that is under way is waited for, not taken for a crash
@@ -99,14 +105,17 @@ def read_rows(path: Path) -> list[ResultRow]:
     if last:
         with contextlib.suppress(EvaluationError):
             rows.append(_parsed(last, "the last line"))
-        with contextlib.suppress(OSError), path.open("a+b", buffering=0) as file:  # where one may only read, it stays as it is
+        # where one may only read, it stays as it is
+        with contextlib.suppress(OSError), path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             _mend(file)
     return rows
 
 
 def newest(rows: Iterable[ResultRow]) -> list[ResultRow]:
-    """Of rows that measure the same of the same weights and images in the same precision the latest, at the place of the first."""
+    """Of rows that measure the same of the same weights and images in the same precision the latest, at the place of
+    the first.
+    """
     latest: dict[tuple[str, ...], ResultRow] = {}
     for row in rows:
         key = (row.protocol, row.data, row.setting, row.metric, row.weights, row.precision, row.images)
@@ -119,7 +128,9 @@ def newest(rows: Iterable[ResultRow]) -> list[ResultRow]:
 def _parsed(line: bytes, where: str) -> ResultRow:
     try:
         values = json.loads(line)
-        missing = [entry.name for entry in fields(ResultRow) if not isinstance(values, dict) or entry.name not in values]
+        missing = [
+            entry.name for entry in fields(ResultRow) if not isinstance(values, dict) or entry.name not in values
+        ]
         if not missing:  # those with defaults are asked for too: a row without its time is not of now
             return _ROW.validate_json(line)
         problem = f"it lacks {', '.join(missing)}"
@@ -131,7 +142,9 @@ def _parsed(line: bytes, where: str) -> ResultRow:
 
 
 def _mend(file: io.FileIO) -> int:
-    """Let the file end with a whole line: a row without its line break gets one, anything less is cut off. Returns the size."""
+    """Let the file end with a whole line: a row without its line break gets one, anything less is cut off. Returns the
+    size.
+    """
     file.seek(0)
     content = file.read()
     end = content.rfind(b"\n") + 1

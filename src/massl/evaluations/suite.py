@@ -18,7 +18,8 @@ class SuiteEntry:
     data: str  # a name in the table of data sets
     parts: tuple[str, ...] = PARTS  # of the data that the protocol looks at
     settings: Mapping[str, Any] = field(default_factory=dict)  # where they are not the protocol's defaults
-    lists: Mapping[str, str] = field(default_factory=dict)  # data set whose list is needed -> the list, for the setting `lists`
+    # data set whose list is needed -> the list, for the setting `lists`
+    lists: Mapping[str, str] = field(default_factory=dict)
     after: tuple[str, str] | None = None  # protocol and data of the entry whose outcome this one needs
 
 
@@ -43,7 +44,8 @@ def _each(protocol: str, *names: str) -> tuple[SuiteEntry, ...]:
     return tuple(SuiteEntry(protocol=protocol, data=name) for name in names)
 
 
-# By the images that go through the backbone: hundreds, thousands, and last the hundred epochs of linear probes on ImageNet.
+# By the images that go through the backbone: hundreds, thousands, and last the hundred epochs of linear probes on
+# ImageNet.
 PAPER_SUITE: tuple[SuiteEntry, ...] = (
     *_each("copy-detection", "Copydays"),
     SuiteEntry(protocol="attention", data="ImageNet", parts=("test",)),

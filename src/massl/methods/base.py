@@ -20,7 +20,9 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """A value that changes from `start` to `end`: linearly over the first `epochs`, or along a cosine over the whole run (None)."""
+    """A value that changes from `start` to `end`: linearly over the first `epochs`, or along a cosine over the whole
+    run (None).
+    """
 
     start: float
     end: float
@@ -28,7 +30,9 @@ class Ramp:
 
 
 class EMASettings(Settings):
-    momentum: float = Field(default=0.992, ge=0.0, le=1.0, description="EMA momentum at the first step; rises to 1 along a cosine")
+    momentum: float = Field(
+        default=0.992, ge=0.0, le=1.0, description="EMA momentum at the first step; rises to 1 along a cosine"
+    )
 
     def ramps(self) -> dict[str, Ramp]:
         return {"momentum": Ramp(start=self.momentum, end=1.0)}
@@ -37,7 +41,9 @@ class EMASettings(Settings):
 class TeacherSettings(EMASettings):
     temperature_start: float = Field(default=0.04, gt=0.0, description="teacher temperature at the first step")
     temperature: float = Field(default=0.07, gt=0.0, description="teacher temperature after its warm-up")
-    temperature_warmup_epochs: float = Field(default=30.0, ge=0.0, description="epochs over which it rises linearly, per step")
+    temperature_warmup_epochs: float = Field(
+        default=30.0, ge=0.0, description="epochs over which it rises linearly, per step"
+    )
 
     def ramps(self) -> dict[str, Ramp]:
         warm_up = Ramp(start=self.temperature_start, end=self.temperature, epochs=self.temperature_warmup_epochs)
@@ -58,8 +64,8 @@ class MethodSettings(Settings):
 class StepHyper:
     """Everything that changes from step to step by schedule.
 
-    Numbers, or scalar tensors on the device: a step that is recorded as a CUDA graph reads them anew each time it is replayed. `epoch` is
-    always a number, so `forward` and `after_step` must not depend on it; `Method.frozen` may.
+    Numbers, or scalar tensors on the device: a step that is recorded as a CUDA graph reads them anew each time it is
+    replayed. `epoch` is always a number, so `forward` and `after_step` must not depend on it; `Method.frozen` may.
     """
 
     step: int | Tensor
@@ -96,9 +102,11 @@ def combine(outputs: Sequence[StepOutput]) -> StepOutput:
 
 
 class Method(nn.Module, ABC):
-    """One self-supervised method. `forward` changes nothing; `after_step` is the only place where teacher and memory change.
+    """One self-supervised method. `forward` changes nothing; `after_step` is the only place where teacher and memory
+    change.
 
-    It is built from its settings, those of the backbone and a seed: `METHODS[name](settings, backbone_settings, seed=seed)`.
+    It is built from its settings, those of the backbone and a seed: `METHODS[name](settings, backbone_settings,
+    seed=seed)`.
     """
 
     min_global_views: int = 2
@@ -129,7 +137,8 @@ class Method(nn.Module, ABC):
         """Every backbone, trained or not."""
         return [module for module in self.modules() if isinstance(module, Backbone)]
 
-    def drop_path_keys(self, views: ViewBatch, hyper: StepHyper, *, num_views: int) -> Tensor | None:  # -> [num_views, B]
+    # -> [num_views, B]
+    def drop_path_keys(self, views: ViewBatch, hyper: StepHyper, *, num_views: int) -> Tensor | None:
         """Keys of stochastic depth for the first views of every image; None where the method has none."""
         if not (self.has_drop_path and self.training):
             return None
@@ -137,7 +146,8 @@ class Method(nn.Module, ABC):
         keys = keyed_random.bits(self.seed, "drop path", hyper.step, views.image_indices[None, :], view_numbers)
         return keys.to(views.global_views.device, non_blocking=True)
 
-    def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:  # [N, D] features of `backbone_to_evaluate`
+    # [N, D] features of `backbone_to_evaluate`
+    def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:
         """Method-specific numbers that show whether training is alive."""
         return {}
 
@@ -146,7 +156,9 @@ class Method(nn.Module, ABC):
         return []
 
     def slow_signs(self, metrics: Mapping[str, float]) -> list[str]:
-        """In plain words, what in a probe's metrics says that training is alive but will not get far; empty when it looks healthy."""
+        """In plain words, what in a probe's metrics says that training is alive but will not get far; empty when it
+        looks healthy.
+        """
         return []
 
     def cautions(self, plan: "TrainingPlan") -> list[str]:
@@ -162,16 +174,21 @@ class TrainingPlan:
     batch_size: int  # over all processes
     num_parts: int  # each batch is cut into so many, one after the other
     views: ViewSettings
-    labels: Callable[[], Tensor] | None = None  # of all images, -1 where there is none; asked for by those who learn from them
+    # of all images, -1 where there is none; asked for by those who learn from them
+    labels: Callable[[], Tensor] | None = None
 
 
 def caution_on_unused_views(plan: TrainingPlan, name: str, *, num_global: int | None = None) -> list[str]:
     """For methods that look at global views alone, or at some of them."""
     found = []
     if plan.views.num_local:
-        found.append(f"{name} looks at global views only: set views.num_local to 0, and the {plan.views.num_local} local ones cost nothing")
+        found.append(
+            f"{name} looks at global views only: set views.num_local to 0, and the {plan.views.num_local} local ones cost nothing"
+        )
     if num_global is not None and plan.views.num_global > num_global:
-        found.append(f"{name} looks at {num_global} global views only, not {plan.views.num_global}: lower views.num_global")
+        found.append(
+            f"{name} looks at {num_global} global views only, not {plan.views.num_global}: lower views.num_global"
+        )
     return found
 
 
@@ -180,13 +197,17 @@ def caution_on_parts(plan: TrainingPlan, name: str, what: str) -> list[str]:
     if plan.num_parts == 1:
         return []
     parts = f"each of the {plan.num_parts} parts of a batch"
-    return [f"{name} takes {what} from {parts} on its own: with trainer.accumulation_steps 1 the result would be another"]
+    return [
+        f"{name} takes {what} from {parts} on its own: with trainer.accumulation_steps 1 the result would be another"
+    ]
 
 
 def student_and_teacher(
     backbone: BackboneSettings, build_head: Callable[[int], nn.Module], *, seed: int
 ) -> tuple[Encoder, Encoder]:  # build_head: dimension of the features -> head
-    """An encoder that is trained, and one of the same initial weights that follows it, without gradients and stochastic depth."""
+    """An encoder that is trained, and one of the same initial weights that follows it, without gradients and stochastic
+    depth.
+    """
 
     def encoder(drop_path_rate: float) -> Encoder:
         network = build_backbone(backbone, seed=seed, drop_path_rate=drop_path_rate)

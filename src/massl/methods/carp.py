@@ -1,4 +1,5 @@
-"""CARP: Representation Learning via Consistent Assignment of Views over Random Partitions (Silva and Ramírez Rivera, NeurIPS 2023).
+"""CARP: Representation Learning via Consistent Assignment of Views over Random Partitions (Silva and Ramírez Rivera,
+NeurIPS 2023).
 
 Each step:
     blocks    = random partition of the prototypes                     # learnt unit vectors; the teacher's are cut alike
@@ -11,7 +12,8 @@ Each step:
 The first term is least when each image has one prototype in each block; the second keeps it from being the same one for all images. The
 authors' code moves the teacher just before the optimiser step, so theirs is one step behind.
 
-MaSSL continues from here: its blocks hold past teacher embeddings, which need not be learnt as prototypes, and it needs no second term.
+MaSSL continues from here: its blocks hold past teacher embeddings, which need not be learnt as prototypes, and it needs
+no second term.
 """
 
 from collections.abc import Mapping
@@ -40,18 +42,18 @@ from massl.methods.base import (
 )
 from massl.methods.self_distillation import caution_on_prototypes, prototype_collapse_signs
 from massl.nn.backbone import Backbone, BackboneSettings
-from massl.nn.batch_norm_head import BatchNormHead
 from massl.nn.ema import move_towards
-from massl.nn.heads import HeadSettings
+from massl.nn.heads import BatchNormHead, HeadSettings
 from massl.nn.prototypes import Prototypes, PrototypeSettings
 from massl.ops.partition_loss import imbalance, partition_terms
-from massl.ops.prototype_use import prototype_use
-from massl.ops.spectrum import embedding_spread
+from massl.ops.scoring.feature_health import embedding_spread, prototype_use
 
 
 class PartitionSettings(Settings):
     num_prototypes: int = Field(default=65_536, gt=1, description="K: how many prototypes are learnt")
-    block_size: int = Field(default=512, gt=1, description="prototypes of a block; K // block_size blocks are drawn each step")
+    block_size: int = Field(
+        default=512, gt=1, description="prototypes of a block; K // block_size blocks are drawn each step"
+    )
 
     @model_validator(mode="after")
     def _blocks_fit(self) -> "PartitionSettings":
@@ -112,10 +114,14 @@ class CARP(Method):
         return self.teacher.backbone
 
     def _blocks(self, prototypes: Prototypes, step: int | Tensor) -> Tensor:  # -> [B, C, D]
-        """Disjoint blocks of a permutation of the prototypes that depends on seed and step alone; those that fill no block are left out."""
+        """Disjoint blocks of a permutation of the prototypes that depends on seed and step alone; those that fill no
+        block are left out.
+        """
         settings = self.settings.prototypes
         num_blocks = settings.num_prototypes // settings.block_size
-        order = keyed_random.permutation(settings.num_prototypes, self.seed, "partition", step, device=prototypes.directions.device)
+        order = keyed_random.permutation(
+            settings.num_prototypes, self.seed, "partition", step, device=prototypes.directions.device
+        )
         in_order: Tensor = prototypes().index_select(0, order[: num_blocks * settings.block_size])
         return in_order.reshape(num_blocks, settings.block_size, -1)
 

@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from massl.ops.spectrum import effective_rank, embedding_spread
+from massl.ops.scoring.feature_health import effective_rank, embedding_spread
 
 
 @torch.no_grad()
 def contrastive_health(features: Tensor, projector: nn.Module) -> dict[str, float]:  # [N, D]
     """How the features spread, and how many dimensions their embeddings use.
 
-    The spread is that of the features, before the projector: its batch norm spreads whatever it is given, so that of the embeddings says
-    nothing.
+    The spread is that of the features, before the projector: its batch norm spreads whatever it is given, so that of
+    the embeddings says nothing.
     """
     return {
         "feature_spread": embedding_spread(normalize(features, dim=-1)),

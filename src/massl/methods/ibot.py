@@ -29,19 +29,25 @@ from massl.ops.prototype_attention import cross_view_weights
 
 
 class SharedPrototypeSettings(PrototypeSettings):
-    num_prototypes: int = Field(default=8192, gt=1, description="K: how many prototypes class tokens and patches are compared with")
+    num_prototypes: int = Field(
+        default=8192, gt=1, description="K: how many prototypes class tokens and patches are compared with"
+    )
 
 
 class MaskSettings(Settings):
     ratios: tuple[float, ...] = Field(
         default=(0.0, 0.3), min_length=1, description="shares of patches to hide; each view takes one at random"
     )
-    ratio_variances: tuple[float, ...] = Field(default=(0.0, 0.2), description="by how much at most each of these shares is moved")
+    ratio_variances: tuple[float, ...] = Field(
+        default=(0.0, 0.2), description="by how much at most each of these shares is moved"
+    )
 
     @model_validator(mode="after")
     def _shares_are_shares(self) -> Self:
         if len(self.ratios) != len(self.ratio_variances):
-            raise ValueError(f"{len(self.ratios)} ratios need as many ratio_variances; there are {len(self.ratio_variances)}")
+            raise ValueError(
+                f"{len(self.ratios)} ratios need as many ratio_variances; there are {len(self.ratio_variances)}"
+            )
         for ratio, variance in zip(self.ratios, self.ratio_variances, strict=True):
             if not 0.0 <= ratio - variance <= ratio + variance <= 1.0:
                 raise ValueError(f"a share of patches lies between 0 and 1; {ratio} +- {variance} does not")
@@ -61,7 +67,8 @@ class IBOT(SelfDistillation):
 
     def __init__(self, settings: IBOTSettings, backbone: BackboneSettings, *, seed: int) -> None:
         super().__init__(settings, backbone, seed=seed)
-        self.mask_token = nn.Parameter(torch.zeros(1, self.student.backbone.dim))  # a row, so that it decays as in the authors' code
+        # a row, so that it decays as in the authors' code
+        self.mask_token = nn.Parameter(torch.zeros(1, self.student.backbone.dim))
         self.patch_centre = Centre(settings.prototypes)
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
@@ -130,4 +137,6 @@ class IBOT(SelfDistillation):
         """Embeddings of the global views and of all their patches, which the centre of the patches needs."""
         classes, patches = self.teacher.backbone.class_and_patches([views.global_views.flatten(0, 1)])
         views_and_images = views.global_views.shape[:2]
-        return self.teacher.head(classes).unflatten(0, views_and_images), self.teacher.head(patches).unflatten(0, views_and_images)
+        return self.teacher.head(classes).unflatten(0, views_and_images), self.teacher.head(patches).unflatten(
+            0, views_and_images
+        )

@@ -8,9 +8,10 @@ Each step, for every global view:
     loss        = mean squared error over the hidden patches
 There is one network, no teacher and no comparison of images, so nothing can collapse, and views need no more than a crop and a flip.
 
-The class token takes part like any other token and has no loss of its own; its feature is the one that is evaluated. Positions are fixed
-sines and cosines in backbone and decoder, and weights start as the authors' do. With trainer.precision bf16 views are rounded before they
-become targets, by at most 0.45 of one of an 8-bit image's 256 levels (where a pixel is furthest from the mean; the levels lie 0.017 apart).
+The class token takes part like any other token and has no loss of its own; its feature is the one that is evaluated.
+Positions are fixed sines and cosines in backbone and decoder, and weights start as the authors' do. With
+trainer.precision bf16 views are rounded before they become targets, by at most 0.45 of one of an 8-bit image's 256
+levels (where a pixel is furthest from the mean; the levels lie 0.017 apart).
 """
 
 import functools
@@ -38,15 +39,19 @@ from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.decoder import DecoderSettings, PatchDecoder
 from massl.ops.block_masks import random_kept
 from massl.ops.pixel_targets import cut_patches, hidden_patch_error, normalised_patches
-from massl.ops.spectrum import embedding_spread
+from massl.ops.scoring.feature_health import embedding_spread
 
 _NUM_COLOURS = 3
 
 
 class MAESettings(MethodSettings):
     name: Literal["mae"] = "mae"
-    hidden_share: float = Field(default=0.75, gt=0.0, lt=1.0, description="share of the patches that the backbone does not see")
-    normalise_targets: bool = Field(default=True, description="predict each patch less its mean and over its standard deviation")
+    hidden_share: float = Field(
+        default=0.75, gt=0.0, lt=1.0, description="share of the patches that the backbone does not see"
+    )
+    normalise_targets: bool = Field(
+        default=True, description="predict each patch less its mean and over its standard deviation"
+    )
     decoder: DecoderSettings = DecoderSettings()
 
 
@@ -79,7 +84,9 @@ class MAE(Method):
         kept = self.kept_patches(views, hyper).flatten(0, 1)
         tokens = self.backbone.visible(images, kept, None if keys is None else keys.flatten())
         fused_kernels, float32_stream = self.backbone.fused_kernels, self.backbone.float32_stream
-        predictions = self.decoder(tokens, kept, self._grid(views), fused_kernels=fused_kernels, float32_stream=float32_stream)
+        predictions = self.decoder(
+            tokens, kept, self._grid(views), fused_kernels=fused_kernels, float32_stream=float32_stream
+        )
         patches = cut_patches(images, self.backbone.patch_size)
         targets = normalised_patches(patches) if self.settings.normalise_targets else patches.float()
         return StepOutput(loss=hidden_patch_error(predictions, targets, kept), metrics={}, carry={})
@@ -121,7 +128,9 @@ class MAE(Method):
     def collapse_signs(self, metrics: Mapping[str, float]) -> list[str]:
         signs = []
         if self.settings.normalise_targets and metrics["loss"] > 0.99:
-            signs.append(f"the decoder predicts no more than the mean colour of each patch (loss {metrics['loss']:.3f} of 1)")
+            signs.append(
+                f"the decoder predicts no more than the mean colour of each patch (loss {metrics['loss']:.3f} of 1)"
+            )
         if metrics["feature_spread"] < 0.02:
             signs.append(f"all class tokens are nearly the same vector (spread {metrics['feature_spread']:.4f} of 1)")
         return signs
@@ -132,7 +141,8 @@ class MAE(Method):
 
 @torch.no_grad()
 def _initialised(module: ModuleType) -> ModuleType:
-    """Weights as the authors start them: uniform by the rule of Glorot and Bengio (2010), no biases; tokens normal with 0.02.
+    """Weights as the authors start them: uniform by the rule of Glorot and Bengio (2010), no biases; tokens normal with
+    0.02.
 
     The patch embedding counts as the linear layer it is, and keeps the bias that PyTorch gives to convolutions.
     """

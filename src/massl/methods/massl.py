@@ -34,24 +34,26 @@ from massl.methods.base import (
     student_and_teacher,
 )
 from massl.nn.backbone import Backbone, BackboneSettings
-from massl.nn.batch_norm_head import BatchNormHead
 from massl.nn.ema import move_towards
-from massl.nn.heads import HeadSettings, ProjectionHead
+from massl.nn.heads import BatchNormHead, HeadSettings, ProjectionHead
 from massl.nn.memory import MemoryBank, MemorySettings
 from massl.ops.memory_attention import block_entropy, memory_loss
-from massl.ops.spectrum import embedding_spread
+from massl.ops.scoring.feature_health import embedding_spread
 
-# The teacher view that enters the memory: the second global one, with solarisation and little blur (figure 1 and the authors' code;
-# the paper's pseudo-code names the first).
+# The teacher view that enters the memory: the second global one, with solarisation and little blur (figure 1 and the
+# authors' code; the paper's pseudo-code names the first).
 _ENQUEUED_VIEW = 1
-# Of the largest entropy a teacher can have. After the first tenth of a run no run that learnt was above 0.84 (the highest:
-# docs/results/cifar10/run1-paper-views.jsonl, 0.834 at the tenth). The three above 0.85 fell behind their neighbours: six_temp07 and
-# six_nobn of docs/results/lightly-cifar10/pilots.jsonl, and docs/results/tiny-imagenet-100/massl-20-epochs-m90-bn-jax.jsonl.
+# Of the largest entropy a teacher can have. After the first tenth of a run no run that learnt was above 0.84 (the
+# highest: docs/results/cifar10/run1-paper-views.jsonl, 0.834 at the tenth). The three above 0.85 fell behind their
+# neighbours: six_temp07 and six_nobn of docs/results/lightly-cifar10/pilots.jsonl, and
+# docs/results/tiny-imagenet-100/massl-20-epochs-m90-bn-jax.jsonl.
 _EVEN_TEACHER = 0.85
 
 
 class MaSSLHeadSettings(HeadSettings):
-    batch_norm: bool = Field(default=False, description="batch norm after each layer of the head but the last, as ResNets need it")
+    batch_norm: bool = Field(
+        default=False, description="batch norm after each layer of the head but the last, as ResNets need it"
+    )
 
     def build(self, in_dim: int) -> nn.Module:
         return BatchNormHead(in_dim, self, unit_length=True) if self.batch_norm else ProjectionHead(in_dim, self)
@@ -59,9 +61,12 @@ class MaSSLHeadSettings(HeadSettings):
 
 class MaSSLSettings(MethodSettings):
     name: Literal["massl"] = "massl"
-    student_temperature: float = Field(default=0.1, gt=0.0, description="temperature of the student's softmax over memory rows")
+    student_temperature: float = Field(
+        default=0.1, gt=0.0, description="temperature of the student's softmax over memory rows"
+    )
     student_views: Literal["all", "local"] = Field(
-        default="all", description="what the student sees; local: not the teacher's views, so that those may be augmented less (ReSSL)"
+        default="all",
+        description="what the student sees; local: not the teacher's views, so that those may be augmented less (ReSSL)",
     )
     teacher: TeacherSettings = TeacherSettings()
     head: MaSSLHeadSettings = MaSSLHeadSettings()
@@ -135,9 +140,13 @@ class MaSSL(Method):
         most = math.log(self.settings.memory.block_size)
         if metrics["loss"] > 0.995 * most:
             size = self.settings.memory.block_size
-            signs.append(f"the loss {metrics['loss']:.3f} is that of random guessing over a block (ln {size} = {most:.3f})")
+            signs.append(
+                f"the loss {metrics['loss']:.3f} is that of random guessing over a block (ln {size} = {most:.3f})"
+            )
         if metrics["teacher_entropy"] < 0.05:
-            signs.append(f"the teacher puts all weight on one memory row (entropy {metrics['teacher_entropy']:.3f} nats)")
+            signs.append(
+                f"the teacher puts all weight on one memory row (entropy {metrics['teacher_entropy']:.3f} nats)"
+            )
         if metrics["embedding_spread"] < 0.02:
             signs.append(f"all embeddings are nearly the same vector (spread {metrics['embedding_spread']:.4f} of 1)")
         return signs
@@ -147,7 +156,9 @@ class MaSSL(Method):
         if metrics["teacher_entropy"] <= _EVEN_TEACHER * most:
             return []
         entropy = f"entropy {metrics['teacher_entropy']:.2f} of at most {most:.2f} nats"
-        return [f"the teacher hardly prefers any memory row ({entropy}); a lower method.teacher.temperature sharpens it"]
+        return [
+            f"the teacher hardly prefers any memory row ({entropy}); a lower method.teacher.temperature sharpens it"
+        ]
 
     def cautions(self, plan: TrainingPlan) -> list[str]:
         num_rows = self.settings.memory.num_rows
@@ -159,13 +170,17 @@ class MaSSL(Method):
             )
         if num_rows % self.settings.memory.block_size:
             left_out = num_rows % self.settings.memory.block_size
-            found.append(f"method.memory.num_rows is no multiple of block_size: {left_out:,} random rows stay unused each step.")
+            found.append(
+                f"method.memory.num_rows is no multiple of block_size: {left_out:,} random rows stay unused each step."
+            )
         if self.settings.head.batch_norm:
             found += caution_on_parts(plan, "batch norm in the head", "its statistics")
         return found
 
 
 def winner_share(queries: Tensor, blocks: Tensor) -> float:  # [N, D], [B, N_b, D] -> number in (0, 1]
-    """Of the memory rows that could be the nearest one of some query, the share that is: low when a few rows attract everything."""
+    """Of the memory rows that could be the nearest one of some query, the share that is: low when a few rows attract
+    everything.
+    """
     num_winners = sum(int(torch.unique((queries @ block.T).argmax(dim=1)).numel()) for block in blocks)
     return num_winners / (blocks.shape[0] * min(blocks.shape[1], queries.shape[0]))

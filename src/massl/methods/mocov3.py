@@ -9,10 +9,11 @@ Each step:
 There is no queue: batches are large. What keeps a vision transformer stable is that its patch embedding stays as it was drawn (section 4);
 position embeddings are fixed sines and cosines. The paper evaluates the trained backbone, not the teacher's.
 
-Order of updates. The authors' code moves the teacher inside the forward pass, before it computes keys: in step i, by the momentum m_i,
-towards the weights that step i - 1 has left (in step 0 both are equal, and nothing moves). Here it moves at the end of step i - 1, towards
-the same weights. So the keys of every step come from the same moves; only the momentum of a move is that of one step earlier, m_{i-1}
-instead of m_i. On the cosine from 0.99 to 1 they differ by at most 0.01 (pi / 2) / (number of steps): 1.7e-7 for 300 epochs of 312 steps.
+Order of updates. The authors' code moves the teacher inside the forward pass, before it computes keys: in step i, by
+the momentum m_i, towards the weights that step i - 1 has left (in step 0 both are equal, and nothing moves). Here it
+moves at the end of step i - 1, towards the same weights. So the keys of every step come from the same moves; only the
+momentum of a move is that of one step earlier, m_{i-1} instead of m_i. On the cosine from 0.99 to 1 they differ by at
+most 0.01 (pi / 2) / (number of steps): 1.7e-7 for 300 epochs of 312 steps.
 """
 
 import math
@@ -42,20 +43,25 @@ from massl.methods.base import (
 from massl.methods.contrastive import contrastive_collapse_signs, contrastive_health
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.ema import move_towards
-from massl.nn.projectors import PredictorSettings, ProjectorSettings, ViewwiseEncoder, build_predictor, build_projector
+from massl.nn.encoder import ViewwiseEncoder
+from massl.nn.heads import PredictorSettings, ProjectorSettings, build_predictor, build_projector
 from massl.ops.contrastive import info_nce
 
 _NUM_VIEWS = 2
 
 
 class MoCoTeacherSettings(EMASettings):
-    momentum: float = Field(default=0.99, ge=0.0, le=1.0, description="EMA momentum at the first step; rises to 1 along a cosine")
+    momentum: float = Field(
+        default=0.99, ge=0.0, le=1.0, description="EMA momentum at the first step; rises to 1 along a cosine"
+    )
 
 
 class MoCoV3Settings(MethodSettings):
     name: Literal["mocov3"] = "mocov3"
     temperature: float = Field(default=0.2, gt=0.0, description="tau of the softmax over keys")
-    freeze_patch_embedding: bool = Field(default=True, description="leave a transformer's random patch embedding untrained")
+    freeze_patch_embedding: bool = Field(
+        default=True, description="leave a transformer's random patch embedding untrained"
+    )
     teacher: MoCoTeacherSettings = MoCoTeacherSettings()
     projector: ProjectorSettings = ProjectorSettings()
     predictor: PredictorSettings = PredictorSettings()
@@ -72,7 +78,9 @@ class MoCoV3(Method):
         self.has_drop_path = backbone.drop_path_rate > 0.0
         self.student = self._encoder(backbone, drop_path_rate=backbone.drop_path_rate)
         self.predictor = seeded(
-            seed, "predictor", lambda: build_predictor(settings.projector.out_dim, settings.predictor, last_norm="plain")
+            seed,
+            "predictor",
+            lambda: build_predictor(settings.projector.out_dim, settings.predictor, last_norm="plain"),
         )
         self.teacher = self._encoder(backbone, drop_path_rate=0.0).requires_grad_(False)
 
@@ -84,12 +92,15 @@ class MoCoV3(Method):
             seeded(self.seed, "transformer", lambda: draw_weights(model))
             if self.settings.freeze_patch_embedding:
                 model.patch_embed.proj.requires_grad_(False)
-        projector = seeded(self.seed, "head", lambda: build_projector(backbone.dim, self.settings.projector, last_norm="plain"))
+        projector = seeded(
+            self.seed, "head", lambda: build_projector(backbone.dim, self.settings.projector, last_norm="plain")
+        )
         return ViewwiseEncoder(backbone, projector)
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
         both = views.global_views[:_NUM_VIEWS]
-        queries = self.predictor(self.student(both, self.drop_path_keys(views, hyper, num_views=_NUM_VIEWS)))  # [2, B, D]
+        # [2, B, D]
+        queries = self.predictor(self.student(both, self.drop_path_keys(views, hyper, num_views=_NUM_VIEWS)))
         with torch.no_grad():
             keys = normalize(self.teacher(both), dim=-1)
             all_keys = distributed.gather_rows(keys.transpose(0, 1)).transpose(0, 1)  # [2, B * ranks, D]
@@ -101,7 +112,8 @@ class MoCoV3(Method):
             first_positive=distributed.rank() * num_images,
         )
         metrics = {"contrastive_top1": top1, "loss_over_guessing": loss.detach() / math.log(num_keys)}
-        # The first 2: the sum over both directions, not their mean. 2 tau: the size of gradients then depends less on the temperature.
+        # The first 2: the sum over both directions, not their mean. 2 tau: the size of gradients then depends less on
+        # the temperature.
         return StepOutput(loss=2.0 * 2.0 * self.settings.temperature * loss, metrics=metrics, carry={})
 
     def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
@@ -123,7 +135,8 @@ class MoCoV3(Method):
 
 
 def draw_weights(model: VisionTransformer) -> VisionTransformer:
-    """New weights by the rule of the authors' code: Xavier-uniform, query, key and value as three matrices, the patch embedding as one.
+    """New weights by the rule of the authors' code: Xavier-uniform, query, key and value as three matrices, the patch
+    embedding as one.
 
     Norms are left as they are; biases are zero; the class token is nearly so.
     """

@@ -1,4 +1,5 @@
-"""NNCLR: With a Little Help from My Friends (Dwibedi, Aytar, Tompson, Sermanet and Zisserman, ICCV 2021; arXiv 2104.14548).
+"""NNCLR: With a Little Help from My Friends (Dwibedi, Aytar, Tompson, Sermanet and Zisserman, ICCV 2021; arXiv
+2104.14548).
 
 Each step:
     z         = projector(backbone(both global views))                  # embeddings
@@ -9,8 +10,8 @@ Each step:
     after the optimiser step: memory <- embeddings of the first view
 A positive is thus another image that looks alike, which no augmentation could make. There is no teacher: the trained backbone is evaluated.
 
-The authors published no code; this follows the algorithm of the paper. Rows of the memory start as random unit vectors and are used from
-the first step, as in the re-implementations of lightly and solo-learn.
+The authors published no code; this follows the algorithm of the paper. Rows of the memory start as random unit vectors
+and are used from the first step, as in the re-implementations of lightly and solo-learn.
 """
 
 import math
@@ -37,8 +38,9 @@ from massl.methods.base import (
 )
 from massl.methods.contrastive import contrastive_collapse_signs, contrastive_health
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
+from massl.nn.encoder import ViewwiseEncoder
+from massl.nn.heads import PredictorSettings, ProjectorSettings, build_predictor, build_projector
 from massl.nn.memory import MemoryBank
-from massl.nn.projectors import PredictorSettings, ProjectorSettings, ViewwiseEncoder, build_predictor, build_projector
 from massl.ops.contrastive import info_nce, most_similar_rows
 
 _NUM_VIEWS = 2
@@ -79,7 +81,8 @@ class NNCLR(Method):
         both = views.global_views[:_NUM_VIEWS]
         embeddings = self.student(both, self.drop_path_keys(views, hyper, num_views=_NUM_VIEWS))  # [2, B, D]
         predictions = normalize(self.predictor(embeddings), dim=-1)
-        all_predictions = distributed.gather_rows_with_gradient(predictions.transpose(0, 1)).transpose(0, 1)  # [2, B * ranks, D]
+        # [2, B * ranks, D]
+        all_predictions = distributed.gather_rows_with_gradient(predictions.transpose(0, 1)).transpose(0, 1)
         unit = normalize(embeddings.detach(), dim=-1)
         nearest, similarity = most_similar_rows(unit.flatten(0, 1), self.memory.rows)
         friends = self.memory.rows[nearest].reshape(unit.shape)

@@ -23,16 +23,19 @@ from massl.nn.ema import move_towards
 from massl.nn.heads import HeadSettings, ProjectionHead
 from massl.nn.prototypes import Centre, Prototypes, PrototypeSettings
 from massl.ops.prototype_attention import prototype_loss
-from massl.ops.prototype_use import prototype_use
-from massl.ops.spectrum import embedding_spread
+from massl.ops.scoring.feature_health import embedding_spread, prototype_use
 
 
 class SlowTeacherSettings(TeacherSettings):
-    momentum: float = Field(default=0.996, ge=0.0, le=1.0, description="EMA momentum at the first step; rises to 1 along a cosine")
+    momentum: float = Field(
+        default=0.996, ge=0.0, le=1.0, description="EMA momentum at the first step; rises to 1 along a cosine"
+    )
 
 
 class SelfDistillationSettings(MethodSettings):
-    student_temperature: float = Field(default=0.1, gt=0.0, description="temperature of the student's softmax over prototypes")
+    student_temperature: float = Field(
+        default=0.1, gt=0.0, description="temperature of the student's softmax over prototypes"
+    )
     teacher: SlowTeacherSettings = SlowTeacherSettings()
     head: HeadSettings = HeadSettings()
     prototypes: PrototypeSettings = PrototypeSettings()
@@ -49,7 +52,9 @@ class SelfDistillation(Method):
         self.settings = settings
         self.seed = seed
         self.has_drop_path = backbone.drop_path_rate > 0.0
-        self.student, self.teacher = student_and_teacher(backbone, lambda dim: ProjectionHead(dim, settings.head), seed=seed)
+        self.student, self.teacher = student_and_teacher(
+            backbone, lambda dim: ProjectionHead(dim, settings.head), seed=seed
+        )
         self.student_prototypes = self._prototypes()
         self.teacher_prototypes = self._prototypes().requires_grad_(False)
         self.centre = Centre(settings.prototypes)
@@ -67,7 +72,9 @@ class SelfDistillation(Method):
         pair_weights: Tensor,
         row_weights: Tensor | None = None,
     ) -> Tensor:  # [V, N, D], [G, N, D], [V, G], [N] -> []
-        """Cross-entropies between the teacher's choices of prototypes, centred and sharpened, and the student's; a weighted sum."""
+        """Cross-entropies between the teacher's choices of prototypes, centred and sharpened, and the student's; a
+        weighted sum.
+        """
         return prototype_loss(
             student,
             teacher,
@@ -112,7 +119,9 @@ class SelfDistillation(Method):
 
 
 def prototype_collapse_signs(metrics: Mapping[str, float], *, num_prototypes: int) -> list[str]:
-    """The two ways in which a teacher that chooses among prototypes fails (Caron et al., 2021, section 5.3), and equal embeddings."""
+    """The two ways in which a teacher that chooses among prototypes fails (Caron et al., 2021, section 5.3), and equal
+    embeddings.
+    """
     signs = []
     most = math.log(num_prototypes)
     # 0.5 % below ln K: random unit vectors under a temperature of 0.04 in 256 dimensions are 11 % below.
@@ -120,7 +129,9 @@ def prototype_collapse_signs(metrics: Mapping[str, float], *, num_prototypes: in
         of_most = f"{entropy:.3f} of ln {num_prototypes:,} = {most:.3f} nats"
         signs.append(f"the teacher gives all prototypes the same share (entropy {of_most})")
     if (entropy := metrics["prototype_entropy"]) < 0.05:
-        signs.append(f"the teacher chooses one prototype for all images (entropy of its mean choice {entropy:.3f} nats)")
+        signs.append(
+            f"the teacher chooses one prototype for all images (entropy of its mean choice {entropy:.3f} nats)"
+        )
     if metrics["embedding_spread"] < 0.02:
         signs.append(f"all embeddings are nearly the same vector (spread {metrics['embedding_spread']:.4f} of 1)")
     return signs

@@ -1,4 +1,5 @@
-"""Supervised training as in DeiT, without distillation (Touvron, Cord, Douze, Massa, Sablayrolles and Jégou, ICML 2021).
+"""Supervised training as in DeiT, without distillation (Touvron, Cord, Douze, Massa, Sablayrolles and Jégou, ICML
+2021).
 
 Each step:
     images  = every global view, a sample of its own                   # several views of an image: repeated augmentation
@@ -8,12 +9,14 @@ Each step:
     loss    = cross_entropy(targets, softmax(classifier(backbone(images))))
 It is the reference that self-supervised methods are measured by; the classifier is not needed to evaluate features.
 
-Where this departs from DeiT: RandAugment is not among our views; colour jitter, grey, blur and solarisation stand in its place, much as in
-its successor's three-augment (DeiT III, Touvron et al., 2022). DeiT also averages its weights over time, but evaluates the plain ones in
-its code, so there is no average here. Partners are found among the images that a process takes through the network at once: several
-processes, or several parts of a batch, share the mixture but not the partners.
+Where this departs from DeiT: RandAugment is not among our views; colour jitter, grey, blur and solarisation stand in
+its place, much as in its successor's three-augment (DeiT III, Touvron et al., 2022). DeiT also averages its weights
+over time, but evaluates the plain ones in its code, so there is no average here. Partners are found among the images
+that a process takes through the network at once: several processes, or several parts of a batch, share the mixture but
+not the partners.
 
-A mixed image counts for both classes, each by its share. An image without a label (-1) has no class and adds nothing to the loss.
+A mixed image counts for both classes, each by its share. An image without a label (-1) has no class and adds nothing to
+the loss.
 """
 
 import math
@@ -39,17 +42,35 @@ from massl.methods.base import (
 )
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.encoder import Encoder
-from massl.ops.mixing import Mixture, draw_mixture, erase_rectangles, mix_images, mix_rows, smoothed_targets, soft_cross_entropy
+from massl.ops.mixup import (
+    Mixture,
+    draw_mixture,
+    erase_rectangles,
+    mix_images,
+    mix_rows,
+    smoothed_targets,
+    soft_cross_entropy,
+)
 
 
 class SupervisedSettings(MethodSettings):
     name: Literal["supervised"] = "supervised"
-    num_classes: int = Field(default=1000, gt=1, description="classes of the training images; labels are 0 to num_classes - 1")
-    label_smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="part of each target that is spread over all classes")
+    num_classes: int = Field(
+        default=1000, gt=1, description="classes of the training images; labels are 0 to num_classes - 1"
+    )
+    label_smoothing: float = Field(
+        default=0.1, ge=0.0, lt=1.0, description="part of each target that is spread over all classes"
+    )
     mixup_alpha: float = Field(default=0.8, ge=0.0, description="mixup by a share from Beta(alpha, alpha); 0: no mixup")
-    cutmix_alpha: float = Field(default=1.0, ge=0.0, description="CutMix by a share from Beta(alpha, alpha); 0: no CutMix")
-    cutmix_probability: float = Field(default=0.5, ge=0.0, le=1.0, description="how often CutMix is taken where there is mixup too")
-    erasing_probability: float = Field(default=0.25, ge=0.0, le=1.0, description="how often a rectangle of a view becomes noise")
+    cutmix_alpha: float = Field(
+        default=1.0, ge=0.0, description="CutMix by a share from Beta(alpha, alpha); 0: no CutMix"
+    )
+    cutmix_probability: float = Field(
+        default=0.5, ge=0.0, le=1.0, description="how often CutMix is taken where there is mixup too"
+    )
+    erasing_probability: float = Field(
+        default=0.25, ge=0.0, le=1.0, description="how often a rectangle of a view becomes noise"
+    )
 
     @property
     def mixes(self) -> bool:
@@ -65,11 +86,15 @@ class Supervised(Method):
         self.seed = seed
         self.has_drop_path = backbone.drop_path_rate > 0.0
         trained = build_backbone(backbone, seed=seed, drop_path_rate=backbone.drop_path_rate)
-        self.encoder = Encoder(trained, seeded(seed, "classifier", lambda: _classifier(trained.dim, settings.num_classes)))
+        self.encoder = Encoder(
+            trained, seeded(seed, "classifier", lambda: _classifier(trained.dim, settings.num_classes))
+        )
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
         labels = self._labels(views, hyper).repeat(len(views.global_views))  # [G * B], as the views lie
-        targets = smoothed_targets(labels, num_classes=self.settings.num_classes, smoothing=self.settings.label_smoothing)
+        targets = smoothed_targets(
+            labels, num_classes=self.settings.num_classes, smoothing=self.settings.label_smoothing
+        )
         images = self._erased(views, hyper)
         share = torch.ones((), device=images.device)
         if self.settings.mixes:
@@ -77,7 +102,8 @@ class Supervised(Method):
             images, targets, share = mix_images(images, mixture), mix_rows(targets, mixture.share), mixture.share
         keys = self.drop_path_keys(views, hyper, num_views=len(views.global_views))
         logits = self.encoder([images.reshape(views.global_views.shape)], keys).flatten(0, 1)
-        # A label beyond the classes would be no class at all, and pass unseen. On the device no error can be raised; this stops training.
+        # A label beyond the classes would be no class at all, and pass unseen. On the device no error can be raised;
+        # this stops training.
         poison = torch.where((labels >= self.settings.num_classes).any(), torch.nan, 1.0)
         loss = soft_cross_entropy(logits, targets) * poison
         return StepOutput(loss=loss, metrics=_train_metrics(logits.detach(), labels, share), carry={})
@@ -86,7 +112,8 @@ class Supervised(Method):
         labels = views.labels
         if labels is None:
             raise RecipeError("supervised training needs labels, and these views have none")
-        if labels.device.type == "cpu":  # as they come from the loader, before they are staged for a recording: reading them costs nothing
+        # as they come from the loader, before they are staged for a recording: reading them costs nothing
+        if labels.device.type == "cpu":
             self._refuse_wrong_labels(labels, is_first=isinstance(hyper.step, int) and hyper.step == 0)
         return labels.to(views.global_views.device, non_blocking=True)
 
@@ -110,7 +137,9 @@ class Supervised(Method):
         view_numbers = torch.arange(len(views.global_views), device=views.image_indices.device)[:, None]
         keys = keyed_random.bits(self.seed, "erasing", hyper.step, views.image_indices[None, :], view_numbers).flatten()
         noise_key = (self.seed, "erasing noise", hyper.step)
-        return erase_rectangles(images, keys.to(images.device, non_blocking=True), noise_key, probability=self.settings.erasing_probability)
+        return erase_rectangles(
+            images, keys.to(images.device, non_blocking=True), noise_key, probability=self.settings.erasing_probability
+        )
 
     def _mixture(self, images: Tensor, hyper: StepHyper) -> Mixture:
         return draw_mixture(
@@ -145,7 +174,9 @@ class Supervised(Method):
             self._refuse_wrong_labels(labels, is_first=True)
             num_unlabelled = int((labels < 0).sum())
             if num_unlabelled:
-                found.append(f"{num_unlabelled:,} of {len(labels):,} images have no label: supervised learns nothing from them")
+                found.append(
+                    f"{num_unlabelled:,} of {len(labels):,} images have no label: supervised learns nothing from them"
+                )
         if self.settings.mixes:
             found += caution_on_parts(plan, "supervised", "the partners of mixup and CutMix")
         return found

@@ -15,25 +15,36 @@ from torch.utils.checkpoint import checkpoint
 from massl import keyed_random
 from massl.config import RecipeError, Settings, closest
 from massl.nn.drop_path import KeyedDropPath, draw_scales, keep_probabilities, replace_drop_paths
-from massl.nn.plain_transformer import (
+from massl.nn.positions import FirstAxis, fix_positions, model_positions
+from massl.nn.stems import use_small_image_stem
+from massl.nn.transformer.plain import (
     class_token_of_last_block,
     embed_patches,
     has_plain_attention,
     refuse_unknown_transformer,
     why_not_fused,
 )
-from massl.nn.positions import FirstAxis, fix_positions, model_positions
-from massl.nn.stems import use_small_image_stem
 
 
 class BackboneSettings(Settings):
-    name: str = Field(default="vit_small_patch16_224", description="a timm model name, e.g. vit_small_patch16_224 or resnet50")
-    image_size: int | None = Field(default=None, gt=0, description="side of the position grid in pixels (ViTs); default: the model's own")
-    patch_size: int | None = Field(default=None, gt=0, description="patch side in pixels (ViTs); default: the model's own")
-    stem: Literal["", "small"] = Field(default="", description="small: first layers of a ResNet for 32-px images, 3 x 3 without halving")
-    drop_path_rate: float = Field(default=0.1, ge=0.0, lt=1.0, description="stochastic depth of the student, rising linearly over depth")
+    name: str = Field(
+        default="vit_small_patch16_224", description="a timm model name, e.g. vit_small_patch16_224 or resnet50"
+    )
+    image_size: int | None = Field(
+        default=None, gt=0, description="side of the position grid in pixels (ViTs); default: the model's own"
+    )
+    patch_size: int | None = Field(
+        default=None, gt=0, description="patch side in pixels (ViTs); default: the model's own"
+    )
+    stem: Literal["", "small"] = Field(
+        default="", description="small: first layers of a ResNet for 32-px images, 3 x 3 without halving"
+    )
+    drop_path_rate: float = Field(
+        default=0.1, ge=0.0, lt=1.0, description="stochastic depth of the student, rising linearly over depth"
+    )
     timm_options: dict[str, int | float | bool | str] = Field(
-        default_factory=dict, description="further timm.create_model arguments in a YAML recipe, e.g. {depth: 6, embed_dim: 192}"
+        default_factory=dict,
+        description="further timm.create_model arguments in a YAML recipe, e.g. {depth: 6, embed_dim: 192}",
     )
 
     def timm_arguments(self) -> dict[str, Any]:
@@ -52,8 +63,8 @@ class Tokens:
 class Backbone(nn.Module):
     """Wraps a timm model without changing it: `backbone.model` is the plain timm module, state dict and all.
 
-    Vision transformers take images of any size: position embeddings are resampled as DINO does, and pixels beyond the last whole
-    patch are left out. Other networks give their pooled features.
+    Vision transformers take images of any size: position embeddings are resampled as DINO does, and pixels beyond the
+    last whole patch are left out. Other networks give their pooled features.
     """
 
     keep: Tensor  # [num_drop_paths] probability that a residual branch is kept
@@ -82,11 +93,13 @@ class Backbone(nn.Module):
     def pooled(
         self, view_groups: list[Tensor], sample_keys: Tensor | None = None
     ) -> Tensor:  # groups of [R_i, 3, H_i, W_i] -> [sum R_i, D]
-        """`forward(...).pooled` of views of several sizes, without the work that only the patch tokens of the last block would need."""
+        """`forward(...).pooled` of views of several sizes, without the work that only the patch tokens of the last
+        block would need.
+        """
         scales = self._scales(sample_keys)
         dtype = self._dtype_of_kernels(view_groups[0])
         if dtype is not None:
-            from massl.nn.fused_transformer import class_features  # needs Triton, which only platforms with CUDA have
+            from massl.nn.transformer.fused import class_features  # needs Triton, which only platforms with CUDA have
 
             return class_features(
                 self._transformer(),
@@ -106,17 +119,19 @@ class Backbone(nn.Module):
         *,
         masks: Tensor | None = None,
         mask_token: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:  # groups of [R_i, 3, H_i, W_i], [sum R_i], [R_0, N] bool, [D] -> [sum R_i, D], [R_0, N, D]
+    ) -> tuple[
+        Tensor, Tensor
+    ]:  # groups of [R_i, 3, H_i, W_i], [sum R_i], [R_0, N] bool, [D] -> [sum R_i, D], [R_0, N, D]
         """`pooled` of all views, and the patch tokens of the first group after the final norm.
 
-        Where `masks` is true, the embedded patch is replaced by `mask_token` before positions are added (BEiT, iBOT); only views of the
-        first group are masked.
+        Where `masks` is true, the embedded patch is replaced by `mask_token` before positions are added (BEiT, iBOT);
+        only views of the first group are masked.
         """
         assert (masks is None) == (mask_token is None)
         model, scales = self._transformer(), self._scales(sample_keys)
         dtype = self._dtype_of_kernels(view_groups[0])
         if dtype is not None:
-            from massl.nn.fused_transformer import class_and_patch_features
+            from massl.nn.transformer.fused import class_and_patch_features
 
             return class_and_patch_features(
                 model,
@@ -137,14 +152,15 @@ class Backbone(nn.Module):
     def visible(
         self, images: Tensor, kept: Tensor, sample_keys: Tensor | None = None
     ) -> Tensor:  # [R, 3, H, W], [R, n] int64, [R] -> [R, prefix + n, D]
-        """MAE's encoder (He et al., 2022): tokens after the final norm, of the patches with the numbers in `kept` alone.
+        """MAE's encoder (He et al., 2022): tokens after the final norm, of the patches with the numbers in `kept`
+        alone.
 
         In front of them the class token and registers, where there are any; the patches come in the order of `kept`.
         """
         model, scales = self._transformer(), self._scales(sample_keys)
         dtype = self._dtype_of_kernels(images)
         if dtype is not None:
-            from massl.nn.fused_transformer import visible_features
+            from massl.nn.transformer.fused import visible_features
 
             return visible_features(
                 model,
@@ -169,7 +185,9 @@ class Backbone(nn.Module):
         return image_size // self.patch_size, image_size // self.patch_size
 
     def fix_positions(self, *, first_axis: FirstAxis) -> None:
-        """Sines and cosines that are not trained in place of learned positions: "rows" first as in MoCo-v3, or "columns" as in MAE."""
+        """Sines and cosines that are not trained in place of learned positions: "rows" first as in MoCo-v3, or
+        "columns" as in MAE.
+        """
         fix_positions(self._transformer(), first_axis=first_axis)
 
     def _transformer(self) -> VisionTransformer:
@@ -209,8 +227,11 @@ class Backbone(nn.Module):
     def _through_blocks(self, tokens: Tensor, blocks: Iterable[nn.Module], scales: Tensor | None) -> Tensor:
         for block in blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                # No random state: nothing here draws from it (dropout is refused), and it cannot be read while a CUDA graph is recorded.
-                tokens = checkpoint(self._run_block, block, tokens, scales, use_reentrant=False, preserve_rng_state=False)
+                # No random state: nothing here draws from it (dropout is refused), and it cannot be read while a CUDA
+                # graph is recorded.
+                tokens = checkpoint(
+                    self._run_block, block, tokens, scales, use_reentrant=False, preserve_rng_state=False
+                )
             else:
                 tokens = self._run_block(block, tokens, scales)
         return tokens
@@ -229,7 +250,8 @@ class Backbone(nn.Module):
                 module.scales = None if scales is None else scales[module.layer]
 
     def use_fused_kernels(self, *, float32_stream: bool = False) -> str | None:
-        """Compute what training reads by fused kernels where it runs in 16 bits on a GPU; returns what prevents it, in words, or None.
+        """Compute what training reads by fused kernels where it runs in 16 bits on a GPU; returns what prevents it, in
+        words, or None.
 
         `float32_stream` keeps the sums of the residual stream in float32, as autocast does.
         """
@@ -239,7 +261,9 @@ class Backbone(nn.Module):
         return reason
 
     def use_channels_last(self) -> None:
-        """Keep the channels of a pixel side by side, as the GPU's convolutions want them; not for transformers, which have one."""
+        """Keep the channels of a pixel side by side, as the GPU's convolutions want them; not for transformers, which
+        have one.
+        """
         assert not isinstance(self.model, VisionTransformer)
         self._layout = torch.channels_last
         self.model.to(memory_format=torch.channels_last)
@@ -264,8 +288,13 @@ class Backbone(nn.Module):
         self.activation_checkpointing = enabled
 
 
-def _split_scales(scales: Tensor | None, view_groups: list[Tensor]) -> Sequence[Tensor | None]:  # [num_drop_paths, sum R_i]
-    return [None] * len(view_groups) if scales is None else torch.split(scales, [len(group) for group in view_groups], dim=1)
+# [num_drop_paths, sum R_i]
+def _split_scales(scales: Tensor | None, view_groups: list[Tensor]) -> Sequence[Tensor | None]:
+    return (
+        [None] * len(view_groups)
+        if scales is None
+        else torch.split(scales, [len(group) for group in view_groups], dim=1)
+    )
 
 
 def embed_images(
@@ -294,13 +323,17 @@ def build_backbone(settings: BackboneSettings, *, seed: int, drop_path_rate: flo
 
 
 def create_timm_model(arguments: Mapping[str, Any], *, drop_path_rate: float = 0.0, seed: int = 0) -> nn.Module:
-    """timm.create_model with errors that say what to type instead, and the one argument that timm does not have, `stem`."""
+    """timm.create_model with errors that say what to type instead, and the one argument that timm does not have,
+    `stem`.
+    """
     options = {key: value for key, value in arguments.items() if key not in ("model_name", "stem")}
     if drop_path_rate > 0.0:
         options["drop_path_rate"] = drop_path_rate
     name = arguments["model_name"]
     if not timm.is_model(name):
-        raise RecipeError(f"timm has no model {name!r}.{closest(name, timm.list_models())} `timm.list_models()` lists them all.")
+        raise RecipeError(
+            f"timm has no model {name!r}.{closest(name, timm.list_models())} `timm.list_models()` lists them all."
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed_random.seed_from(seed, "backbone"))
         try:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from massl.config import RecipeError, Settings
-from massl.nn.plain_transformer import PlainBlock
 from massl.nn.positions import resample_positions, sine_cosine_positions
+from massl.nn.transformer.plain import PlainBlock
 
 _FUSED_HEAD_DIMS = (16, 32, 64)  # dimensions of an attention head that the kernels know
 
@@ -22,7 +22,8 @@ class DecoderSettings(Settings):
 
 
 class PatchDecoder(nn.Module):
-    """A small transformer over all places of the grid: visible patches bring their token, hidden ones a learned mask token.
+    """A small transformer over all places of the grid: visible patches bring their token, hidden ones a learned mask
+    token.
 
     It is not needed after training. Its position embeddings are fixed sines and cosines, as those of MAE's encoder are.
     """
@@ -39,21 +40,32 @@ class PatchDecoder(nn.Module):
         norm = functools.partial(nn.LayerNorm, eps=1e-6)
         self.embed = nn.Linear(in_dim, settings.dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, settings.dim))
-        blocks = [Block(settings.dim, settings.num_heads, qkv_bias=True, norm_layer=norm) for _ in range(settings.depth)]  # type: ignore[arg-type]
+        blocks = [
+            Block(settings.dim, settings.num_heads, qkv_bias=True, norm_layer=norm) for _ in range(settings.depth)
+        ]  # type: ignore[arg-type]
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm(settings.dim)
         self.predict = nn.Linear(settings.dim, out_dim)
         self._head_dim = settings.dim // settings.num_heads
         self.activation_checkpointing = False
         table = sine_cosine_positions(settings.dim, grid, first_axis="columns")
-        self.register_buffer("positions", table[None, 1:], persistent=False)  # without the class token's row, which is zero
+        # without the class token's row, which is zero
+        self.register_buffer("positions", table[None, 1:], persistent=False)
 
     def forward(
-        self, tokens: Tensor, kept: Tensor, grid: tuple[int, int], *, fused_kernels: bool = False, float32_stream: bool = False
+        self,
+        tokens: Tensor,
+        kept: Tensor,
+        grid: tuple[int, int],
+        *,
+        fused_kernels: bool = False,
+        float32_stream: bool = False,
     ) -> Tensor:  # [R, prefix + n, in_dim], [R, n] int64 -> [R, N, out_dim]
-        """Predictions for all N places of the grid. The visible patches come in the order of `kept`, after class and register tokens.
+        """Predictions for all N places of the grid. The visible patches come in the order of `kept`, after class and
+        register tokens.
 
-        `fused_kernels`: by hand-written kernels where it runs in 16 bits on a GPU, with the residual stream in 32 bits if asked for.
+        `fused_kernels`: by hand-written kernels where it runs in 16 bits on a GPU, with the residual stream in 32 bits
+        if asked for.
         """
         # float32, as the sum with the positions is: the mask token is not rounded
         prefix, visible = self.embed(tokens).float().tensor_split([tokens.shape[1] - kept.shape[1]], dim=1)
@@ -61,7 +73,12 @@ class PatchDecoder(nn.Module):
         places = self.mask_token.expand(len(kept), positions.shape[1], -1)
         restored = places.scatter(1, kept[..., None].expand(-1, -1, visible.shape[2]), visible)
         everything = torch.cat([prefix, restored + positions], dim=1)
-        if fused_kernels and self._head_dim in _FUSED_HEAD_DIMS and tokens.is_cuda and torch.is_autocast_enabled("cuda"):
+        if (
+            fused_kernels
+            and self._head_dim in _FUSED_HEAD_DIMS
+            and tokens.is_cuda
+            and torch.is_autocast_enabled("cuda")
+        ):
             dtype = torch.get_autocast_dtype("cuda")
             decoded = self.fused(everything, dtype=dtype, stream_dtype=torch.float32 if float32_stream else dtype)
         else:
@@ -69,11 +86,15 @@ class PatchDecoder(nn.Module):
         predictions: Tensor = self.predict(decoded[:, prefix.shape[1] :])
         return predictions
 
-    def fused(self, tokens: Tensor, *, dtype: torch.dtype, stream_dtype: torch.dtype) -> Tensor:  # [R, T, dim] -> [R, T, dim] in `dtype`
+    # [R, T, dim] -> [R, T, dim] in `dtype`
+    def fused(self, tokens: Tensor, *, dtype: torch.dtype, stream_dtype: torch.dtype) -> Tensor:
         """Blocks and norm by kernels; `dtype` is that of the products."""
-        from massl.nn.fused_transformer import operands_of, weights_of  # these need Triton, which only platforms with CUDA have
-        from massl.ops.attention_kernels import Run
-        from massl.ops.fused_block import Stream, settle, transformer_block
+        from massl.nn.transformer.fused import (  # these need Triton, which only platforms with CUDA have
+            operands_of,
+            weights_of,
+        )
+        from massl.ops.kernels.attention import Run
+        from massl.ops.kernels.fused_block import Stream, settle, transformer_block
 
         blocks: list[PlainBlock] = list(self.blocks)
         runs = [Run(*tokens.shape[:2])]
@@ -90,12 +111,15 @@ class PatchDecoder(nn.Module):
                 epsilons=(block.norm1.eps, block.norm2.eps),
                 memory_lean=self.activation_checkpointing,
             )
-        return settle(stream, self.norm.weight, self.norm.bias, epsilon=self.norm.eps, dtype=dtype)[1].view(tokens.shape)
+        return settle(stream, self.norm.weight, self.norm.bias, epsilon=self.norm.eps, dtype=dtype)[1].view(
+            tokens.shape
+        )
 
     def _through_blocks(self, tokens: Tensor) -> Tensor:  # [R, T, dim]
         for block in self.blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                tokens = checkpoint(block, tokens, use_reentrant=False, preserve_rng_state=False)  # nothing here draws random numbers
+                # nothing here draws random numbers
+                tokens = checkpoint(block, tokens, use_reentrant=False, preserve_rng_state=False)
             else:
                 tokens = block(tokens)
         return tokens

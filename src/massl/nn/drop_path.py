@@ -8,7 +8,9 @@ from massl import keyed_random
 
 
 class KeyedDropPath(nn.Module):
-    """Multiplies each sample's residual branch by 0 or 1 / keep; `scales` is set before each forward pass of the backbone."""
+    """Multiplies each sample's residual branch by 0 or 1 / keep; `scales` is set before each forward pass of the
+    backbone.
+    """
 
     def __init__(self, drop_probability: float, *, layer: int) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ def move_towards(teacher: nn.Module, student: nn.Module, *, momentum: float | Te
     student_parameters: list[Tensor] = list(student.parameters())
     have_same_shapes = [one.shape for one in teacher_parameters] == [one.shape for one in student_parameters]
     if have_same_shapes and fit_update_kernels([*teacher_parameters, *student_parameters]):
-        from massl.ops.update_kernels import move_towards_  # needs Triton, which only platforms with CUDA have
+        from massl.ops.kernels.update import move_towards_  # needs Triton, which only platforms with CUDA have
 
         move_towards_(teacher_parameters, student_parameters, momentum)
     elif isinstance(momentum, Tensor):  # torch takes no tensor for alpha

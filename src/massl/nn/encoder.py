@@ -23,3 +23,17 @@ class Encoder(nn.Module):
         )
         embeddings: Tensor = self.head(features)
         return embeddings.reshape(num_views, num_images, -1)
+
+
+class ViewwiseEncoder(nn.Module):
+    """A backbone and a head that takes the statistics of each view apart, as if it were called once for each."""
+
+    def __init__(self, backbone: Backbone, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    # [V, B, 3, H, W], [V, B] -> [V, B, D]
+    def forward(self, views: Tensor, sample_keys: Tensor | None = None) -> Tensor:
+        features = self.backbone.pooled([views.flatten(0, 1)], None if sample_keys is None else sample_keys.flatten())
+        return self.head(features.reshape(*views.shape[:2], -1))  # type: ignore[no-any-return]

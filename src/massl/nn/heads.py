@@ -1,12 +1,52 @@
-"""Projection heads."""
+"""Projection heads, projectors and predictors, and the batch norm they share."""
 
 import itertools
+from collections.abc import Sequence
+from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from massl.config import Settings
+from massl import distributed
+from massl.config import RecipeError, Settings
+
+_EPSILON = 1e-5  # torch's, and that of every method here
+
+
+class BatchNorm(nn.Module):
+    """Batch norm (Ioffe and Szegedy, 2015) by the statistics of the batch alone, each view of it apart, over all ranks
+    together.
+
+    There are no running statistics: they would be read in evaluation only, and the heads that use this end with
+    training. So a forward pass changes nothing, and a teacher normalises by its own batch too, as MoCo-v3's does. Where
+    a batch is spread over ranks the result and its gradients are those of one process with all of it, as in torch's
+    SyncBatchNorm.
+    """
+
+    def __init__(self, dim: int, *, scale: bool = True, shift: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim)) if scale else None
+        self.bias = nn.Parameter(torch.zeros(dim)) if shift else None
+
+    def forward(self, rows: Tensor) -> Tensor:  # [..., N, D] -> the same, float32
+        """Zero mean and unit variance over the N rows (of all ranks), for each leading index on its own; then weight
+        and bias, if any.
+        """
+        num_rows = rows.shape[-2] * distributed.world_size()
+        if num_rows < 2:
+            raise RecipeError(
+                "batch norm compares the images of a batch and needs two at least: raise trainer.batch_size"
+            )
+        rows = rows.float()  # in bfloat16 the mean of 4096 rows has 3 digits
+        mean = distributed.sum_over_ranks(rows.sum(dim=-2, keepdim=True)) / num_rows
+        # before squaring: mean of squares less square of mean would cancel where the mean is large
+        centred = rows - mean
+        variance = distributed.sum_over_ranks(centred.square().sum(dim=-2, keepdim=True)) / num_rows
+        normed = centred * torch.rsqrt(variance + _EPSILON)
+        scaled = normed if self.weight is None else normed * self.weight
+        return scaled if self.bias is None else scaled + self.bias
 
 
 class HeadSettings(Settings):
@@ -32,3 +72,77 @@ class ProjectionHead(nn.Module):
     def forward(self, features: Tensor) -> Tensor:  # [B, in_dim] -> [B, out_dim] float32
         # float32: unit length to 7 digits, whatever the precision of the layers
         return normalize(self.mlp(features).float(), dim=-1, eps=1e-6)
+
+
+class BatchNormHead(nn.Module):
+    """MLP with batch norm and GELU after each layer but the last (DINO's head for convolutional networks).
+
+    The statistics are those of all rows together: of all views of both sizes, and of all processes. A layer has a bias
+    only where no batch norm would take it away again.
+    """
+
+    def __init__(self, in_dim: int, settings: HeadSettings, *, unit_length: bool) -> None:
+        super().__init__()
+        self.unit_length = unit_length
+        dims = [in_dim] + [settings.hidden_dim] * (settings.num_layers - 1)
+        layers: list[nn.Module] = []
+        for layer_in, layer_out in itertools.pairwise(dims):
+            layers += [nn.Linear(layer_in, layer_out, bias=False), BatchNorm(layer_out), nn.GELU()]
+        layers.append(nn.Linear(dims[-1], settings.out_dim))
+        self.mlp = nn.Sequential(*layers)
+        for layer in layers:
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+        nn.init.zeros_(layers[-1].bias)  # type: ignore[arg-type]
+
+    def forward(self, features: Tensor) -> Tensor:  # [N, in_dim] -> [N, out_dim] float32
+        embeddings: Tensor = self.mlp(features).float()
+        return normalize(embeddings, dim=-1, eps=1e-6) if self.unit_length else embeddings
+
+
+class ProjectorSettings(Settings):
+    num_layers: int = Field(default=3, ge=1, description="linear layers of the projector")
+    hidden_dim: int = Field(default=4096, gt=0, description="width of its hidden layers")
+    out_dim: int = Field(default=256, gt=0, description="dimension of the embeddings that are compared")
+
+
+class PredictorSettings(Settings):
+    num_layers: int = Field(default=2, ge=1, description="linear layers of the predictor")
+    hidden_dim: int = Field(default=4096, gt=0, description="width of its hidden layers")
+
+
+# what follows the last layer: batch norm with weights, without, or nothing
+LastNorm = Literal["scaled", "plain", "none"]
+
+
+class BatchNormMLP(nn.Module):
+    """Linear layers, batch norm and ReLU after each but the last, which `last_norm` follows.
+
+    Nothing has a bias that a batch norm would take away again: not the layers before one, nor the last norm, whose
+    embeddings go to a predictor that begins so. Its gradient would be zero but for rounding, which AdamW scales up to
+    steps as long as any other's. Initial weights are torch's own, as in the official MoCo-v3.
+    """
+
+    def __init__(self, dims: Sequence[int], *, last_norm: LastNorm) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for layer_in, layer_out in itertools.pairwise(dims[:-1]):
+            layers += [nn.Linear(layer_in, layer_out, bias=False), BatchNorm(layer_out), nn.ReLU()]
+        layers.append(nn.Linear(dims[-2], dims[-1], bias=last_norm == "none"))
+        if last_norm != "none":
+            layers.append(BatchNorm(dims[-1], scale=last_norm == "scaled", shift=False))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, rows: Tensor) -> Tensor:  # [..., N, in_dim] -> [..., N, out_dim], float32
+        return self.layers(rows).float()  # type: ignore[no-any-return]
+
+
+def build_projector(in_dim: int, settings: ProjectorSettings, *, last_norm: LastNorm) -> BatchNormMLP:
+    hidden = [settings.hidden_dim] * (settings.num_layers - 1)
+    return BatchNormMLP([in_dim, *hidden, settings.out_dim], last_norm=last_norm)
+
+
+def build_predictor(dim: int, settings: PredictorSettings, *, last_norm: LastNorm) -> BatchNormMLP:
+    """From embeddings to embeddings."""
+    hidden = [settings.hidden_dim] * (settings.num_layers - 1)
+    return BatchNormMLP([dim, *hidden, dim], last_norm=last_norm)

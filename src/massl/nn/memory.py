@@ -11,7 +11,9 @@ from massl.config import Settings
 
 class MemorySettings(Settings):
     num_rows: int = Field(default=65_536, gt=0, description="K: how many past teacher embeddings the memory holds")
-    block_size: int = Field(default=16_384, gt=0, description="N_b: rows per block; K // N_b blocks are drawn each step")
+    block_size: int = Field(
+        default=16_384, gt=0, description="N_b: rows per block; K // N_b blocks are drawn each step"
+    )
     random_blocks: bool = Field(
         default=True,
         description="cut the memory along a new permutation each step; False: in storage order, an ablation that collapsed in the paper",
@@ -28,7 +30,8 @@ class MemorySettings(Settings):
 
 
 class MemoryBank(nn.Module):
-    """First in, first out: `enqueue` overwrites the oldest rows. Rows start as random unit vectors and carry no gradient.
+    """First in, first out: `enqueue` overwrites the oldest rows. Rows start as random unit vectors and carry no
+    gradient.
 
     Example:
         memory = MemoryBank(65_536, 256)
@@ -65,31 +68,42 @@ class MemoryBank(nn.Module):
         num_new = rows.shape[0]
         kept = rows[-self.num_rows :].to(self.rows.dtype)
         # On the device, without reading the cursor back to the host.
-        slots = (self.cursor + (num_new - kept.shape[0]) + torch.arange(kept.shape[0], device=self.rows.device)) % self.num_rows
+        slots = (
+            self.cursor + (num_new - kept.shape[0]) + torch.arange(kept.shape[0], device=self.rows.device)
+        ) % self.num_rows
         self.rows.index_copy_(0, slots, kept)
         self.cursor.copy_((self.cursor + num_new) % self.num_rows)
 
     def random_blocks(
         self, block_size: int, key: keyed_random.Key, dtype: torch.dtype = torch.float32
     ) -> Tensor:  # -> [num_rows // block_size, block_size, dim]
-        """Disjoint blocks of a permutation of the rows that depends on the key alone; rows that fill no whole block are left out."""
+        """Disjoint blocks of a permutation of the rows that depends on the key alone; rows that fill no whole block are
+        left out.
+        """
         num_blocks = self._num_blocks(block_size)
-        order = keyed_random.permutation(self.num_rows, key, "memory blocks", device=self.rows.device)[: num_blocks * block_size]
+        order = keyed_random.permutation(self.num_rows, key, "memory blocks", device=self.rows.device)[
+            : num_blocks * block_size
+        ]
         return self._rows_as(order, dtype).reshape(num_blocks, block_size, -1)
 
-    def storage_blocks(self, block_size: int, dtype: torch.dtype = torch.float32) -> Tensor:  # -> [num_rows // block_size, block_size, dim]
-        """Contiguous slices of the ring ("blockwise", which collapsed in the paper's ablation): rows of one batch stay together."""
+    # -> [num_rows // block_size, block_size, dim]
+    def storage_blocks(self, block_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Contiguous slices of the ring ("blockwise", which collapsed in the paper's ablation): rows of one batch stay
+        together.
+        """
         num_blocks = self._num_blocks(block_size)
         return self.rows[: num_blocks * block_size].to(dtype, copy=True).reshape(num_blocks, block_size, -1)
 
     def _rows_as(self, order: Tensor, dtype: torch.dtype) -> Tensor:
         if not self.rows.is_cuda or dtype == self.rows.dtype:
             return self.rows[order].to(dtype)
-        from massl.ops.memory_kernels import gather_rows_as  # needs Triton, which only platforms with CUDA have
+        from massl.ops.kernels.memory import gather_rows_as  # needs Triton, which only platforms with CUDA have
 
         return gather_rows_as(self.rows, order, dtype)
 
     def _num_blocks(self, block_size: int) -> int:
         if not 0 < block_size <= self.num_rows:
-            raise ValueError(f"blocks of {block_size} rows do not fit a memory of {self.num_rows}; choose 1 to {self.num_rows}")
+            raise ValueError(
+                f"blocks of {block_size} rows do not fit a memory of {self.num_rows}; choose 1 to {self.num_rows}"
+            )
         return self.num_rows // block_size

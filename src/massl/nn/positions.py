@@ -14,23 +14,29 @@ FirstAxis = Literal["rows", "columns"]
 
 
 @functools.lru_cache(maxsize=64)
-def _resampling_matrix(old_side: int, new_height: int, new_width: int) -> Tensor:  # -> [new_height * new_width, old_side ** 2]
-    """Bicubic resampling by the scale factor (n_new + 0.1) / n_old per axis, no antialias: the rule of DINO, iBOT and MaSSL.
+# -> [new_height * new_width, old_side ** 2]
+def _resampling_matrix(old_side: int, new_height: int, new_width: int) -> Tensor:
+    """Bicubic resampling by the scale factor (n_new + 0.1) / n_old per axis, no antialias: the rule of DINO, iBOT and
+    MaSSL.
 
-    The extra 0.1 stretches the grid slightly; timm resamples to the exact size with antialias, which differs by 7 % at 96 px.
-    Resampling is linear, so its matrix is what it makes of the identity. As a product it is deterministic on the GPU, where
-    interpolate's backward is not.
+    The extra 0.1 stretches the grid slightly; timm resamples to the exact size with antialias, which differs by 7 % at
+    96 px. Resampling is linear, so its matrix is what it makes of the identity. As a product it is deterministic on the
+    GPU, where interpolate's backward is not.
     """
-    # float32, as the authors resample: with coordinates in float64 the result is off from theirs by 4e-6 instead of 7e-7.
+    # float32, as the authors resample: with coordinates in float64 the result is off from theirs by 4e-6 instead of
+    # 7e-7.
     with torch.inference_mode(False):
         identity = torch.eye(old_side * old_side).reshape(old_side * old_side, 1, old_side, old_side)
         scale = ((new_height + 0.1) / old_side, (new_width + 0.1) / old_side)
-        resampled = interpolate(identity, scale_factor=scale, mode="bicubic", align_corners=False, recompute_scale_factor=False)
+        resampled = interpolate(
+            identity, scale_factor=scale, mode="bicubic", align_corners=False, recompute_scale_factor=False
+        )
         assert resampled.shape[-2:] == (new_height, new_width), resampled.shape
         return resampled.flatten(1).T.contiguous()
 
 
-def resample_positions(positions: Tensor, new_height: int, new_width: int) -> Tensor:  # [1, n * n, D] -> [1, new_height * new_width, D]
+# [1, n * n, D] -> [1, new_height * new_width, D]
+def resample_positions(positions: Tensor, new_height: int, new_width: int) -> Tensor:
     """Patch position embeddings of a square grid, resampled the DINO way; unchanged on the grid they were made for."""
     side = round(positions.shape[1] ** 0.5)
     if side * side != positions.shape[1]:
@@ -46,8 +52,11 @@ def _matrix_on(device: torch.device, dtype: torch.dtype, old_side: int, new_heig
         return _resampling_matrix(old_side, new_height, new_width).to(device=device, dtype=dtype)
 
 
-def model_positions(model: VisionTransformer, height: int, width: int) -> Tensor | None:  # -> [1, prefix + height * width, D]
-    """The position embeddings a transformer adds to a grid of patches, those of its prefix tokens first; None where it has none."""
+# -> [1, prefix + height * width, D]
+def model_positions(model: VisionTransformer, height: int, width: int) -> Tensor | None:
+    """The position embeddings a transformer adds to a grid of patches, those of its prefix tokens first; None where it
+    has none.
+    """
     if model.pos_embed is None:
         return None
     num_prefix = 0 if model.no_embed_class else model.num_prefix_tokens
@@ -60,8 +69,9 @@ def sine_cosine_positions(
 ) -> Tensor:  # -> [1 + height * width, dim] float32
     """Fixed position embeddings: a row of zeros for the class token, then sines and cosines of each patch's place.
 
-    One half of the dimensions speaks of the patch's row, the other of its column: sin(p f_k), then cos(p f_k), with frequencies f_k from 1
-    down to nearly 1 / temperature. MoCo-v3 (Chen et al., 2021) puts the half of the rows first, MAE (He et al., 2022) that of the columns.
+    One half of the dimensions speaks of the patch's row, the other of its column: sin(p f_k), then cos(p f_k), with
+    frequencies f_k from 1 down to nearly 1 / temperature. MoCo-v3 (Chen et al., 2021) puts the half of the rows first,
+    MAE (He et al., 2022) that of the columns.
     """
     if dim % 4:
         raise ValueError(f"sines and cosines of two axes fill a multiple of 4 dimensions; got {dim}")
@@ -79,9 +89,13 @@ def sine_cosine_positions(
 def fix_positions(model: VisionTransformer, *, first_axis: FirstAxis) -> None:
     """Replace a transformer's learned position embeddings by sines and cosines that are not trained."""
     if model.pos_embed is None:
-        raise RecipeError("this vision transformer adds no position embeddings that could be fixed; choose e.g. vit_small_patch16_224")
+        raise RecipeError(
+            "this vision transformer adds no position embeddings that could be fixed; choose e.g. vit_small_patch16_224"
+        )
     if model.embed_dim % 4:
-        raise RecipeError(f"fixed position embeddings fill a multiple of 4 dimensions, and {model.embed_dim} is none; change embed_dim")
+        raise RecipeError(
+            f"fixed position embeddings fill a multiple of 4 dimensions, and {model.embed_dim} is none; change embed_dim"
+        )
     patches = sine_cosine_positions(model.embed_dim, model.patch_embed.grid_size, first_axis=first_axis)[1:]
     model.pos_embed.zero_()  # registers have no place either
     model.pos_embed[:, -len(patches) :] = patches

@@ -1,8 +1,9 @@
 """Which patches a masked-image method hides: iBOT's rectangles, and the patches that MAE leaves visible.
 
-A mask is a function of the caller's key, the image and the view, such as ((seed, "block masks", step), image, view), so it does not depend
-on worker, rank or position in the batch. It is the same on every device, bit for bit: beside integers only float32 sums, products and
-square roots are used, which every processor rounds in the same way; exponentials it rounds as it likes.
+A mask is a function of the caller's key, the image and the view, such as ((seed, "block masks", step), image, view), so
+it does not depend on worker, rank or position in the batch. It is the same on every device, bit for bit: beside
+integers only float32 sums, products and square roots are used, which every processor rounds in the same way;
+exponentials it rounds as it likes.
 """
 
 import math
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from massl import keyed_random
 
-# Tries of one mask, over all its rectangles; a mask that would need more ends early. With iBOT's ratios none of 200,000 masks of 14 x 14
-# patches needed more than 42 and none of 40,000 of 28 x 28 more than 58; where 0.9 of 28 x 28 are to be hidden, none more than 108.
+# Tries of one mask, over all its rectangles; a mask that would need more ends early. With iBOT's ratios none of 200,000
+# masks of 14 x 14 patches needed more than 42 and none of 40,000 of 28 x 28 more than 58; where 0.9 of 28 x 28 are to
+# be hidden, none more than 108.
 NUM_TRIES = 128
 NUM_FAILURES = 10  # so many tries in a row that place no rectangle end a mask
 NUM_DRAWS = 4  # random numbers of a try: area, aspect ratio, top, left
@@ -32,17 +34,19 @@ def block_masks(
     ratio_variances: Sequence[float] = (0.0, 0.2),
     device: torch.device | str | None = None,
 ) -> Tensor:  # [B] int64 -> [num_views, B, height * width] bool, true where a patch is hidden
-    """Masks of overlapping rectangles, as iBOT draws them (Zhou et al., 2022, after Bao et al., 2022, BEiT); the defaults are iBOT's.
+    """Masks of overlapping rectangles, as iBOT draws them (Zhou et al., 2022, after Bao et al., 2022, BEiT); the
+    defaults are iBOT's.
 
-    Each mask takes one of `ratios` at random, moves it by at most its variance, and may then hide so large a share of the patches. Every
-    try draws a rectangle with an area between (shorter side // 3) ** 2 and what is left to hide; it is placed if it is lower and narrower
-    than the grid and hides some patches more, but not too many. Ten tries in a row without success end the mask, so most masks hide a
-    little less than their share. `device`: where the masks are wanted, by default where the image numbers are.
+    Each mask takes one of `ratios` at random, moves it by at most its variance, and may then hide so large a share of
+    the patches. Every try draws a rectangle with an area between (shorter side // 3) ** 2 and what is left to hide; it
+    is placed if it is lower and narrower than the grid and hides some patches more, but not too many. Ten tries in a
+    row without success end the mask, so most masks hide a little less than their share. `device`: where the masks are
+    wanted, by default where the image numbers are.
     """
     keys = _view_keys(key, image_indices, num_views, device)
     targets = _num_hidden(keys, grid[0] * grid[1], ratios, ratio_variances)
     if keys.is_cuda:
-        from massl.ops import mask_kernels  # here: Triton comes with PyTorch for GPUs only
+        from massl.ops.kernels import masks as mask_kernels  # here: Triton comes with PyTorch for GPUs only
 
         return mask_kernels.place_rectangles(targets, rectangle_draws(keys, 0, NUM_TRIES), grid)
     return place_rectangles(targets, keys, grid)
@@ -57,13 +61,18 @@ def random_kept(
     num_kept: int,
     device: torch.device | str | None = None,
 ) -> Tensor:  # [B] int64 -> [num_views, B, num_kept] int64, different numbers below num_patches
-    """The patches that stay visible to MAE's encoder (He et al., 2022), in random order: the first ones of a shuffled list of all."""
+    """The patches that stay visible to MAE's encoder (He et al., 2022), in random order: the first ones of a shuffled
+    list of all.
+    """
     if not 0 < num_kept <= num_patches:
         raise ValueError(f"{num_kept} of {num_patches} patches cannot stay visible; choose 1 to {num_patches}")
     return _random_order(_view_keys(key, image_indices, num_views, device), num_patches)[..., :num_kept]
 
 
-def _view_keys(key: keyed_random.Key, image_indices: Tensor, num_views: int, device: torch.device | str | None) -> Tensor:  # -> [V, B]
+# -> [V, B]
+def _view_keys(
+    key: keyed_random.Key, image_indices: Tensor, num_views: int, device: torch.device | str | None
+) -> Tensor:
     views = torch.arange(num_views, device=image_indices.device)[:, None]
     keys = keyed_random.bits(key, image_indices[None, :], views)
     return keys if device is None else keys.to(device, non_blocking=True)
@@ -74,7 +83,8 @@ def _random_order(keys: Tensor, num_patches: int) -> Tensor:  # [V, B] -> [V, B,
     return noise.argsort(dim=-1, stable=True)
 
 
-def _num_hidden(keys: Tensor, num_patches: int, ratios: Sequence[float], ratio_variances: Sequence[float]) -> Tensor:  # [V, B] -> [V, B]
+# [V, B] -> [V, B]
+def _num_hidden(keys: Tensor, num_patches: int, ratios: Sequence[float], ratio_variances: Sequence[float]) -> Tensor:
     """How many patches each mask may hide, a float32 number that is not rounded yet."""
     pairs = list(zip(ratios, ratio_variances, strict=True))
     for ratio, variance in pairs:
@@ -88,7 +98,8 @@ def _num_hidden(keys: Tensor, num_patches: int, ratios: Sequence[float], ratio_v
     return share * num_patches
 
 
-def rectangle_draws(keys: Tensor, first_try: int, num_tries: int) -> Tensor:  # [V, B] -> [V, B, num_tries * NUM_DRAWS] in [0, 1)
+# [V, B] -> [V, B, num_tries * NUM_DRAWS] in [0, 1)
+def rectangle_draws(keys: Tensor, first_try: int, num_tries: int) -> Tensor:
     numbers = torch.arange(first_try * NUM_DRAWS, (first_try + num_tries) * NUM_DRAWS, device=keys.device)
     return keyed_random.uniform(keys[..., None], numbers)
 
@@ -97,7 +108,8 @@ def smallest_area(grid: tuple[int, int]) -> int:
     return (min(grid) // 3) ** 2
 
 
-def place_rectangles(targets: Tensor, keys: Tensor, grid: tuple[int, int]) -> Tensor:  # [V, B] float32, [V, B] -> [V, B, H * W]
+# [V, B] float32, [V, B] -> [V, B, H * W]
+def place_rectangles(targets: Tensor, keys: Tensor, grid: tuple[int, int]) -> Tensor:
     """The slow truth beside the kernel: all masks try once, then all again, until none has anything left to try."""
     height, width = grid
     rows = torch.arange(height, device=keys.device)[:, None]
@@ -125,7 +137,8 @@ def place_rectangles(targets: Tensor, keys: Tensor, grid: tuple[int, int]) -> Te
     return masks.flatten(2)
 
 
-def _between(numbers: Tensor, first: Tensor, count: Tensor) -> Tensor:  # [n, 1] or [n], [V, B], [V, B] -> [V, B, n, 1] or [V, B, 1, n]
+# [n, 1] or [n], [V, B], [V, B] -> [V, B, n, 1] or [V, B, 1, n]
+def _between(numbers: Tensor, first: Tensor, count: Tensor) -> Tensor:
     first, count = first[..., None, None], count[..., None, None]
     return (numbers >= first) & (numbers < first + count)
 

@@ -10,7 +10,8 @@ _MAX_SIMILARITIES = 2**27  # computed at once, 0.5 GB: 4096 images and 98,304 ro
 def info_nce(
     queries: Tensor, keys: Tensor, *, temperature: float, first_positive: int = 0
 ) -> tuple[Tensor, Tensor]:  # [V, N, D], [V, M, D], of unit length -> [], [] percent
-    """InfoNCE (van den Oord et al., 2018): cross-entropy of picking each query's own key among all keys of its view, and how often it is.
+    """InfoNCE (van den Oord et al., 2018): cross-entropy of picking each query's own key among all keys of its view,
+    and how often it is.
 
     Query i's own key is number `first_positive` + i. Both results are means over views and queries:
 
@@ -28,7 +29,9 @@ def info_nce(
 def most_similar_rows(
     queries: Tensor, rows: Tensor, *, max_similarities: int = _MAX_SIMILARITIES
 ) -> tuple[Tensor, Tensor]:  # [N, D], [K, D], of unit length -> [N], [N]
-    """The number of the row nearest to each query, and its similarity; in float32, `max_similarities` products at a time."""
+    """The number of the row nearest to each query, and its similarity; in float32, `max_similarities` products at a
+    time.
+    """
     chunk_size = max(1, max_similarities // rows.shape[0])
     with torch.autocast(queries.device.type, enabled=False):
         found = [(chunk.float() @ rows.float().T).max(dim=1) for chunk in torch.split(queries, chunk_size)]

@@ -1,9 +1,9 @@
 """Image operations on whole batches: crop and resize, colour, blur, solarise.
 
-All are pure functions of tensors that run on any device; resampling on a GPU is a kernel of view_kernels, which does to whole views what
-these do step by step. Images are float32 in [0, 1], [N, 3, H, W]. Parameters (boxes, factors, sigmas) live on the CPU, where they are
-drawn, so grouping images by what they need never waits for the device. Each operation follows what Pillow does to 8-bit images, but does
-not round to 8 bits in between.
+All are pure functions of tensors that run on any device; resampling on a GPU is a kernel of view_kernels, which does to
+whole views what these do step by step. Images are float32 in [0, 1], [N, 3, H, W]. Parameters (boxes, factors, sigmas)
+live on the CPU, where they are drawn, so grouping images by what they need never waits for the device. Each operation
+follows what Pillow does to 8-bit images, but does not round to 8 bits in between.
 """
 
 from collections import Counter
@@ -14,9 +14,10 @@ from typing import Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = 128 << 20  # of working memory while resampling; from 4 to 256 MiB the time on two cores differs by less than its noise
-# Sides of the windows read around crops. Finer steps waste less arithmetic, coarser ones share larger batched products: on the 12 views of
-# 500-pixel images powers of two take twice as long, and multiples of 16 as long as these.
+# of working memory while resampling; from 4 to 256 MiB the time on two cores differs by less than its noise
+_CHUNK_BYTES = 128 << 20
+# Sides of the windows read around crops. Finer steps waste less arithmetic, coarser ones share larger batched products:
+# on the 12 views of 500-pixel images powers of two take twice as long, and multiples of 16 as long as these.
 _WINDOW_SIDES = torch.tensor(
     [16, 24, 32, 48, 64, 96, *range(128, 512, 64), *(side << octave for octave in range(9) for side in (512, 768))]
 )
@@ -60,14 +61,16 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def update_rows(images: Tensor, chosen: Tensor, operation: Callable[..., Tensor], *parameters: Tensor) -> None:
-    """Replace the `chosen` images (CPU bool [N]) in place by operation(images, *parameters); the others are not touched."""
+    """Replace the `chosen` images (CPU bool [N]) in place by operation(images, *parameters); the others are not
+    touched.
+    """
     rows = chosen.nonzero().squeeze(1)
     if len(rows):
         there = to_device(rows, images.device)
         images.index_copy_(0, there, operation(images[there], *(parameter[rows] for parameter in parameters)))
 
 
-# ---- crop and resize -------------------------------------------------------------------------------------------------------------------
+# ---- crop and resize -------------------------------------------------------------------------------------------------
 
 
 class Axis(NamedTuple):
@@ -85,7 +88,9 @@ def crop_resize(images: RaggedImages, boxes: Tensor, *, size: int, flip: Tensor,
     CPU int64 [V, B, 4] (top, left, height, width), CPU bool [V, B] -> [V, B, 3, size, size] in [0, 1].
     """
     num_views, num_images, _ = boxes.shape
-    views = _resample(images, torch.arange(num_images).repeat(num_views), *crop_axes(boxes, size=size, flip=flip), size, filter)
+    views = _resample(
+        images, torch.arange(num_images).repeat(num_views), *crop_axes(boxes, size=size, flip=flip), size, filter
+    )
     return views.view(num_views, num_images, 3, size, size)
 
 
@@ -100,9 +105,13 @@ def crop_axes(boxes: Tensor, *, size: int, flip: Tensor) -> tuple[Axis, Axis]:
 def centre_view(
     images: RaggedImages, *, size: int, crop_ratio: float, filter: Filter = "bicubic"
 ) -> Tensor:  # -> [B, 3, size, size] in [0, 1]
-    """Views for evaluation: shorter side resized to size / crop_ratio, then the central size x size (torchvision Resize, CenterCrop)."""
+    """Views for evaluation: shorter side resized to size / crop_ratio, then the central size x size (torchvision
+    Resize, CenterCrop).
+    """
     if not 0 < crop_ratio <= 1:
-        raise ValueError(f"crop_ratio is {crop_ratio}; it must lie in (0, 1]: the part of the shorter side that is kept")
+        raise ValueError(
+            f"crop_ratio is {crop_ratio}; it must lie in (0, 1]: the part of the shorter side that is kept"
+        )
     sizes = images.sizes
     resized = round(size / crop_ratio) * sizes // sizes.amin(1, keepdim=True)
     margin = torch.round((resized - size).double() / 2)  # half to even, as CenterCrop
@@ -110,7 +119,9 @@ def centre_view(
     start, reach = margin * step, 2 * step.clamp_min(1)  # only pixels within `reach` of the central part are read
     first = (start - reach).floor().clamp_min(0)
     num_read = torch.minimum((start + size * step + reach).ceil(), sizes.double()) - first
-    rows, columns = (Axis(*(field[:, axis].float() for field in (first, num_read, start - first, step))) for axis in (0, 1))
+    rows, columns = (
+        Axis(*(field[:, axis].float() for field in (first, num_read, start - first, step))) for axis in (0, 1)
+    )
     return _resample(images, torch.arange(len(images)), rows, columns, size, filter)
 
 
@@ -119,19 +130,21 @@ def _resample(
 ) -> Tensor:  # -> [N, 3, size, size]
     """Row n: image `sources[n]` of the batch, resampled along both axes as two matrix products.
 
-    Only a window around each crop is read. Windows have few different sizes, so that those of one size share a batched product, and
-    a window's size depends on its own crop alone, so that the products do not depend on what else is in the batch.
+    Only a window around each crop is read. Windows have few different sizes, so that those of one size share a batched
+    product, and a window's size depends on its own crop alone, so that the products do not depend on what else is in
+    the batch.
     """
     pixels = images.pixels
     if pixels.is_cuda:
-        from massl.ops import view_kernels  # here: Triton comes with PyTorch for GPUs only
+        from massl.ops.kernels import resample as view_kernels  # here: Triton comes with PyTorch for GPUs only
 
         jobs = view_kernels.pack_jobs(images, sources, rows, columns)
         return view_kernels.resample(pixels, to_device(jobs, pixels.device), size=size, filter=filter)
     height_class, width_class = (torch.bucketize(axis.num_read.long(), _WINDOW_SIDES) for axis in (rows, columns))
     classes = height_class * len(_WINDOW_SIDES) + width_class
     order = torch.argsort(classes, stable=True)
-    places = to_device(torch.stack([images.offsets, *images.sizes.T])[:, sources[order]], pixels.device)  # int64: offsets pass 2**24
+    # int64: offsets pass 2**24
+    places = to_device(torch.stack([images.offsets, *images.sizes.T])[:, sources[order]], pixels.device)
     jobs = to_device(torch.stack([torch.arange(len(sources)), *rows, *columns])[:, order], pixels.device)
     widest = int(_WINDOW_SIDES[width_class.max()])
     line = torch.cat([pixels, pixels.new_zeros(widest)])  # a window may reach past the last pixel
@@ -141,7 +154,8 @@ def _resample(
         chunk_rows, chunk_columns = Axis(*axes[:4]), Axis(*axes[4:])
         windows = _windows(line, places[:, chunk], chunk_rows.first, chunk_columns.first, height, width)
         across = _weights(chunk_columns, size, width, filter).mT / 255
-        # Columns first, clipped in between, as Pillow does (since 13 unless height shrinks much more): only its rounding differs.
+        # Columns first, clipped in between, as Pillow does (since 13 unless height shrinks much more): only its
+        # rounding differs.
         half = torch.bmm(windows.float().flatten(1, 2), across).clamp_(0, 1).view(-1, 3, height, size)
         views.index_copy_(0, slots.long(), (_weights(chunk_rows, size, height, filter)[:, None] @ half).clamp_(0, 1))
     return views
@@ -159,8 +173,11 @@ def _chunks(sorted_classes: Tensor, size: int) -> Iterator[tuple[slice, int, int
         begin += num
 
 
-def _windows(line: Tensor, places: Tensor, tops: Tensor, lefts: Tensor, height: int, width: int) -> Tensor:  # -> [n, 3, height, width]
-    """uint8 read from the flattened images, whose offsets, heights and widths are `places`; beyond a crop lies what gets no weight."""
+# -> [n, 3, height, width]
+def _windows(line: Tensor, places: Tensor, tops: Tensor, lefts: Tensor, height: int, width: int) -> Tensor:
+    """uint8 read from the flattened images, whose offsets, heights and widths are `places`; beyond a crop lies what
+    gets no weight.
+    """
     offsets, image_heights, image_widths = places[:, :, None, None]
     rows = torch.minimum(tops.long()[:, None] + torch.arange(height, device=line.device), image_heights[:, 0] - 1)
     planes = torch.arange(3, device=line.device)[:, None] * image_heights
@@ -169,7 +186,9 @@ def _windows(line: Tensor, places: Tensor, tops: Tensor, lefts: Tensor, height: 
 
 
 def _weights(axis: Axis, size: int, width: int, filter: Filter) -> Tensor:  # -> [n, size, width]
-    """Pillow's antialiased taps (bicubic: Keys, 1981, a = -1/2): stretched when shrinking, cut at the border, summing to 1."""
+    """Pillow's antialiased taps (bicubic: Keys, 1981, a = -1/2): stretched when shrinking, cut at the border, summing
+    to 1.
+    """
     outputs, inputs = (torch.arange(num, device=axis.step.device) + 0.5 for num in (size, width))
     step = axis.step[:, None]
     centres = axis.origin[:, None] + outputs * step
@@ -181,7 +200,7 @@ def _weights(axis: Axis, size: int, width: int, filter: Filter) -> Tensor:  # ->
     return taps / taps.sum(-1, keepdim=True)
 
 
-# ---- colour ----------------------------------------------------------------------------------------------------------------------------
+# ---- colour ----------------------------------------------------------------------------------------------------------
 
 
 def _luminance(images: Tensor) -> Tensor:  # [N, 3, H, W] -> [N, 1, H, W]
@@ -220,14 +239,16 @@ def adjust_hue(images: Tensor, shifts: Tensor) -> Tensor:  # [N, 3, H, W], [N] -
     from_red, from_green, from_blue = (green - blue) / divisor, (blue - red) / divisor + 2, (red - green) / divisor + 4
     sector = torch.where(value == red, from_red, torch.where(value == green, from_green, from_blue))
     sector = sector + 6 * to_device(shifts, images.device).view(-1, 1, 1)
-    position = (sector[:, None] + torch.arange(5, 0, -2, device=images.device).view(3, 1, 1)) % 6  # 5, 3, 1 for red, green, blue
+    # 5, 3, 1 for red, green, blue
+    position = (sector[:, None] + torch.arange(5, 0, -2, device=images.device).view(3, 1, 1)) % 6
     return value[:, None] - chroma[:, None] * torch.minimum(position, 4 - position).clamp_(0, 1)
 
 
 JITTER_OPERATIONS = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
 
 
-def colour_jitter(images: Tensor, factors: Tensor, order: Tensor) -> Tensor:  # [N, 3, H, W], CPU [N, 4], CPU [N, 4] -> [N, 3, H, W]
+# [N, 3, H, W], CPU [N, 4], CPU [N, 4] -> [N, 3, H, W]
+def colour_jitter(images: Tensor, factors: Tensor, order: Tensor) -> Tensor:
     """Each image through the four JITTER_OPERATIONS in its own order; column k of `factors` belongs to operation k."""
     jittered = images.clone()
     for operations in order.unbind(1):
@@ -245,11 +266,13 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
     return (images - shift) / scale
 
 
-# ---- blur ------------------------------------------------------------------------------------------------------------------------------
+# ---- blur ------------------------------------------------------------------------------------------------------------
 
 
 def gaussian_blur(images: Tensor, sigmas: Tensor) -> Tensor:  # [N, 3, H, W], [N] -> [N, 3, H, W]
-    """Pillow's GaussianBlur(sigma): three passes of a box filter per axis, borders repeated, as one matrix product per axis."""
+    """Pillow's GaussianBlur(sigma): three passes of a box filter per axis, borders repeated, as one matrix product per
+    axis.
+    """
     device_sigmas = to_device(sigmas, images.device)
     height, width = images.shape[2:]
     across = _three_box_passes(device_sigmas, width)
@@ -260,7 +283,8 @@ def gaussian_blur(images: Tensor, sigmas: Tensor) -> Tensor:  # [N, 3, H, W], [N
 def _three_box_passes(sigmas: Tensor, num_pixels: int) -> Tensor:  # [N] -> [N, num_pixels, num_pixels]
     """The matrix of three passes of the extended box filter (Gwosdek et al., 2011).
 
-    One pass weighs offsets up to `whole` by 1 and the next by `edge` in [0, 1), chosen so that its variance is sigma**2 / 3.
+    One pass weighs offsets up to `whole` by 1 and the next by `edge` in [0, 1), chosen so that its variance is sigma**2
+    / 3.
     """
     variance = sigmas.square() / 3
     whole = ((torch.sqrt(12 * variance + 1) - 1) / 2).floor()

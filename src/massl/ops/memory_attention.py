@@ -1,12 +1,14 @@
 """The memory loss of MaSSL, computed as attention over the memory.
 
-For a student embedding z, a teacher embedding w and a block of memory rows m_k, the cross-entropy between the two softmaxes is
+For a student embedding z, a teacher embedding w and a block of memory rows m_k, the cross-entropy between the two
+softmaxes is
 
     - sum_k q_k log softmax(m z / tau_s)_k  =  logsumexp_k(m_k . z / tau_s)  -  z . c / tau_s ,      c = sum_k q_k m_k
 
-with q = softmax(m w / tau_t). The centre c is attention with query w and keys = values = the block. The logsumexp is the statistic that
-flash attention keeps for query z, and its gradient is the attention output of z, divided by tau_s. So one attention *forward* per
-network gives the value and the gradient, and the [samples x views, memory] logits never exist: the memory can hold millions of rows.
+with q = softmax(m w / tau_t). The centre c is attention with query w and keys = values = the block. The logsumexp is
+the statistic that flash attention keeps for query z, and its gradient is the attention output of z, divided by tau_s.
+So one attention *forward* per network gives the value and the gradient, and the [samples x views, memory] logits never
+exist: the memory can hold millions of rows.
 """
 
 from collections.abc import Iterator
@@ -32,20 +34,26 @@ def memory_loss(
     shared_views: bool = True,
     operand_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [V, N, D], [T, N, D], [B, N_b, D] -> []
-    """Make each student view agree with each *other* teacher view on which memory rows it resembles (Silva et al., 2024).
+    """Make each student view agree with each *other* teacher view on which memory rows it resembles (Silva et al.,
+    2024).
 
-    Equals `memory_loss_reference`: for every block, view v and teacher view t != v, the cross-entropy between the softmax over cosine
-    similarities of the teacher view (target) and of the student view; averaged over pairs, samples and blocks. All inputs are
-    L2-normalised; teacher view t is the same crop as student view t. Only the student receives a gradient. Where the networks look at
-    different crops (`shared_views` false), every student view is compared with every teacher view.
+    Equals `memory_loss_reference`: for every block, view v and teacher view t != v, the cross-entropy between the
+    softmax over cosine similarities of the teacher view (target) and of the student view; averaged over pairs, samples
+    and blocks. All inputs are L2-normalised; teacher view t is the same crop as student view t. Only the student
+    receives a gradient. Where the networks look at different crops (`shared_views` false), every student view is
+    compared with every teacher view.
 
-    `operand_dtype` is the type of the attention operands (sums are float32); by default that of `student`. In bfloat16 on a GPU the
-    fused attention kernel is used. The teacher's temperature may be a tensor, so that a CUDA graph can be replayed with another one.
+    `operand_dtype` is the type of the attention operands (sums are float32); by default that of `student`. In bfloat16
+    on a GPU the fused attention kernel is used. The teacher's temperature may be a tensor, so that a CUDA graph can be
+    replayed with another one.
     """
     _check_shapes(student, teacher, blocks, student_temperature, teacher_temperature, shared_views)
     dtype = operand_dtype or student.dtype
-    with torch.autocast(student.device.type, enabled=False):  # it would round the sums of centres too: a gradient off by 0.2 %
-        loss: Tensor = _MemoryLoss.apply(student, teacher, blocks, student_temperature, teacher_temperature, shared_views, dtype)
+    # it would round the sums of centres too: a gradient off by 0.2 %
+    with torch.autocast(student.device.type, enabled=False):
+        loss: Tensor = _MemoryLoss.apply(
+            student, teacher, blocks, student_temperature, teacher_temperature, shared_views, dtype
+        )
     return loss
 
 
@@ -67,8 +75,10 @@ def memory_loss_reference(
     return torch.stack([-(targets[t] * log_predictions[v]).sum(dim=-1).mean() for v, t in pairs]).mean()
 
 
-def attend(queries: Tensor, blocks: Tensor, temperature: float) -> tuple[Tensor, Tensor]:  # [R, D], [B, N_b, D] -> [R, D], [R]
-    """Softmax-weighted mean of each block's rows and logsumexp of the similarities, both averaged over blocks. No gradient.
+# [R, D], [B, N_b, D] -> [R, D], [R]
+def attend(queries: Tensor, blocks: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Softmax-weighted mean of each block's rows and logsumexp of the similarities, both averaged over blocks. No
+    gradient.
 
     Mean and logsumexp are float32. A random partition treats all blocks alike, so only these averages enter the loss.
     """
@@ -76,7 +86,9 @@ def attend(queries: Tensor, blocks: Tensor, temperature: float) -> tuple[Tensor,
 
 
 def block_entropy(queries: Tensor, blocks: Tensor, temperature: float) -> Tensor:  # [R, D], [B, N_b, D] -> []
-    """Mean entropy, in nats, of the softmax of each query over each block: 0 when one row takes all, ln N_b when all rows are alike."""
+    """Mean entropy, in nats, of the softmax of each query over each block: 0 when one row takes all, ln N_b when all
+    rows are alike.
+    """
     means, logsumexps = attend(queries, blocks, temperature)
     return (logsumexps - (queries.float() * means).sum(dim=-1) / temperature).mean()
 
@@ -96,7 +108,9 @@ class _MemoryLoss(torch.autograd.Function):
         num_views, num_samples, dim = student.shape
         num_teacher_views = teacher.shape[0]
         # Temperatures divide the queries, so both networks share one attention call.
-        queries = torch.cat([student.float() / student_temperature, teacher.float() / teacher_temperature]).reshape(-1, dim)
+        queries = torch.cat([student.float() / student_temperature, teacher.float() / teacher_temperature]).reshape(
+            -1, dim
+        )
         outputs, all_logsumexps = _attend(queries.to(dtype), blocks.to(dtype))
         num_student = num_views * num_samples
         means, centres, logsumexps = outputs[:num_student], outputs[num_student:], all_logsumexps[:num_student]
@@ -150,16 +164,18 @@ def _flash_attention_on_cpu(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Te
 
 
 def _flash_attention_on_gpu(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Each block in parts, so that a few hundred queries occupy the whole GPU; the parts are joined by their logsumexps."""
-    from massl.ops.memory_kernels import join_parts  # needs Triton, which only platforms with CUDA have
+    """Each block in parts, so that a few hundred queries occupy the whole GPU; the parts are joined by their
+    logsumexps.
+    """
+    from massl.ops.kernels.memory import join_parts  # needs Triton, which only platforms with CUDA have
 
     num_blocks, block_size, dim = blocks.shape
     num_parts = _parts_of_block(len(queries), num_blocks, block_size)
     rows = blocks.reshape(num_blocks * num_parts, 1, block_size // num_parts, dim)
     query = queries.expand(len(rows), 1, *queries.shape)
     if torch.cuda.get_device_capability(queries.device) == (9, 0) and torch.version.hip is None:
-        # cuDNN's kernel runs at twice the rate of the other one on Hopper (0.10 against 0.22 ms for 896 queries and 65,536 rows). On other
-        # cards it does not always take 256 dimensions.
+        # cuDNN's kernel runs at twice the rate of the other one on Hopper (0.10 against 0.22 ms for 896 queries and
+        # 65,536 rows). On other cards it does not always take 256 dimensions.
         attention = torch.ops.aten._scaled_dot_product_cudnn_attention
         outputs, logsumexps = attention(query, rows, rows, None, True, scale=1.0)[:2]
     else:
@@ -171,7 +187,11 @@ def _parts_of_block(num_queries: int, num_blocks: int, block_size: int) -> int:
     """As many as fill the 132 multiprocessors of an H100 with tiles, but none shorter than 512 rows."""
     num_tiles = -(-num_queries // _FLASH_TILE) * num_blocks
     num_parts = 1
-    while num_tiles * num_parts < 132 * 3 // 4 and block_size % (2 * num_parts) == 0 and block_size // (2 * num_parts) >= 512:
+    while (
+        num_tiles * num_parts < 132 * 3 // 4
+        and block_size % (2 * num_parts) == 0
+        and block_size // (2 * num_parts) >= 512
+    ):
         num_parts *= 2
     return num_parts
 
@@ -196,7 +216,12 @@ def _query_chunks(num_queries: int, block_size: int) -> Iterator[slice]:
 
 
 def _check_shapes(
-    student: Tensor, teacher: Tensor, blocks: Tensor, student_temperature: float, teacher_temperature: float | Tensor, shared_views: bool
+    student: Tensor,
+    teacher: Tensor,
+    blocks: Tensor,
+    student_temperature: float,
+    teacher_temperature: float | Tensor,
+    shared_views: bool,
 ) -> None:
     if student.dim() != 3 or teacher.dim() != 3 or blocks.dim() != 3:
         raise ValueError(
@@ -208,9 +233,13 @@ def _check_shapes(
             f"samples or dimensions differ: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(blocks.shape)}"
         )
     if shared_views and student.shape[0] * teacher.shape[0] <= min(student.shape[0], teacher.shape[0]):
-        raise ValueError("one student view and one teacher view form no pair of different views; give at least two student views")
+        raise ValueError(
+            "one student view and one teacher view form no pair of different views; give at least two student views"
+        )
     if 0 in (*student.shape, *teacher.shape, *blocks.shape):
-        raise ValueError(f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(blocks.shape)}")
+        raise ValueError(
+            f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(blocks.shape)}"
+        )
     # A tensor is not looked at: reading it would wait for the GPU.
     if student_temperature <= 0 or (not isinstance(teacher_temperature, Tensor) and teacher_temperature <= 0):
         raise ValueError(f"temperatures must be positive; got {student_temperature} and {teacher_temperature}")

@@ -1,12 +1,15 @@
-"""The loss of CARP: views agree on prototypes within random blocks, and no prototype of a block is used more than the others.
+"""The loss of CARP: views agree on prototypes within random blocks, and no prototype of a block is used more than the
+others.
 
-With p_v and q_t the softmaxes of student view v and teacher view t over the prototypes of one block, both terms need every softmax:
+With p_v and q_t the softmaxes of student view v and teacher view t over the prototypes of one block, both terms need
+every softmax:
 
     disagreement  =  mean over blocks, images and pairs v != t of  - log <p_v, q_t>
     imbalance     =  mean over blocks of  KL(mean of all p_v and q_t over the batch || uniform)
 
-The gradient of the first by the student's logits is p_v - p_v q_t / <p_v, q_t>. Softmaxes of a few blocks are held at a time and found
-anew in the backward pass: the second matrix product costs less than keeping [views x images, prototypes] numbers.
+The gradient of the first by the student's logits is p_v - p_v q_t / <p_v, q_t>. Softmaxes of a few blocks are held at a
+time and found anew in the backward pass: the second matrix product costs less than keeping [views x images, prototypes]
+numbers.
 """
 
 import math
@@ -17,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits held at once: 2**26 float32 = 256 MiB, for a moment four times (logits, softmax, its gradient and that of the logits). With blocks
-# of 512 prototypes, 128 images and 12 + 2 views that is 73 blocks.
+# Logits held at once: 2**26 float32 = 256 MiB, for a moment four times (logits, softmax, its gradient and that of the
+# logits). With blocks of 512 prototypes, 128 images and 12 + 2 views that is 73 blocks.
 _MAX_LOGITS = 1 << 26
-# Overlaps and mean shares are kept this far from 0 and 1 before the logarithm, as the authors do; beyond it the gradient is 0.
+# Overlaps and mean shares are kept this far from 0 and 1 before the logarithm, as the authors do; beyond it the
+# gradient is 0.
 _EPSILON = torch.finfo(torch.float32).eps
 
 
@@ -32,11 +36,12 @@ def partition_terms(
     *,
     operand_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:  # -> [], [B, C], both float32
-    """Disagreement of student views with *other* teacher views, and mean share of each prototype (Silva and Ramírez Rivera, 2023).
+    """Disagreement of student views with *other* teacher views, and mean share of each prototype (Silva and Ramírez
+    Rivera, 2023).
 
-    Equals `reference_partition_terms`. Teacher view t is the same crop as student view t. The mean share is that over all views of both
-    networks and all images given; `imbalance` makes the second term of the loss of it, after it was averaged over processes where there
-    are several. Student and its prototypes receive the gradient of both results.
+    Equals `reference_partition_terms`. Teacher view t is the same crop as student view t. The mean share is that over
+    all views of both networks and all images given; `imbalance` makes the second term of the loss of it, after it was
+    averaged over processes where there are several. Student and its prototypes receive the gradient of both results.
 
     `operand_dtype` is that of the operands of large matrix products (sums are float32); autocast has no say.
     """
@@ -66,7 +71,9 @@ def reference_partition_terms(
 
 
 def imbalance(mean_shares: Tensor) -> Tensor:  # [B, C] -> [], 0 to ln C
-    """How far the mean shares of each block's prototypes are from all being equal: KL divergence in nats, averaged over blocks."""
+    """How far the mean shares of each block's prototypes are from all being equal: KL divergence in nats, averaged over
+    blocks.
+    """
     negative_entropy = (mean_shares * mean_shares.clamp(_EPSILON, 1.0 - _EPSILON).log()).sum(dim=-1)
     return (math.log(mean_shares.shape[-1]) + negative_entropy).mean()
 
@@ -92,7 +99,9 @@ class _PartitionTerms(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, disagreement_gradient: Tensor, mean_gradient: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, disagreement_gradient: Tensor, mean_gradient: Tensor
+    ) -> tuple[Tensor | None, None, Tensor | None, None, None]:
         student, teacher, student_blocks, teacher_blocks = ctx.saved_tensors
         (num_views, num_images, dim), dtype = student.shape, ctx.dtype
         queries, targets = _rows(student, dtype), _rows(teacher, dtype)
@@ -142,14 +151,20 @@ def _block_softmax(rows: Tensor, blocks: Tensor) -> Tensor:  # [R, D], [B, C, D]
     return torch.softmax(_product(rows.expand(len(blocks), -1, -1), blocks.transpose(1, 2)), dim=-1)
 
 
-def _overlaps(shares: Tensor, target_shares: Tensor, *, num_images: int) -> Tensor:  # [B, N V, C], [B, N T, C] -> [B N, V, T]
+# [B, N V, C], [B, N T, C] -> [B N, V, T]
+def _overlaps(shares: Tensor, target_shares: Tensor, *, num_images: int) -> Tensor:
     """Inner products of the softmaxes of all views of an image."""
     num_products, block_size = len(shares) * num_images, shares.shape[-1]
-    return torch.bmm(shares.reshape(num_products, -1, block_size), target_shares.reshape(num_products, -1, block_size).transpose(1, 2))
+    return torch.bmm(
+        shares.reshape(num_products, -1, block_size),
+        target_shares.reshape(num_products, -1, block_size).transpose(1, 2),
+    )
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Batched matrix product, float32 result. Logits of 25 rounded to bfloat16 would be off by 0.06, more than from rounded operands."""
+    """Batched matrix product, float32 result. Logits of 25 rounded to bfloat16 would be off by 0.06, more than from
+    rounded operands.
+    """
     if left.is_cuda and left.dtype != torch.float32:
         return torch.bmm(left, right, out_dtype=torch.float32)
     return torch.bmm(left.float(), right.float())
@@ -171,6 +186,10 @@ def _check_shapes(student: Tensor, teacher: Tensor, student_blocks: Tensor, teac
             f"blocks {list(student_blocks.shape)} and {list(teacher_blocks.shape)}"
         )
     if 0 in (*student.shape, *teacher.shape, *student_blocks.shape):
-        raise ValueError(f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(student_blocks.shape)}")
+        raise ValueError(
+            f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(student_blocks.shape)}"
+        )
     if student.shape[0] * teacher.shape[0] <= min(student.shape[0], teacher.shape[0]):
-        raise ValueError("one student view and one teacher view form no pair of different views; give at least two student views")
+        raise ValueError(
+            "one student view and one teacher view form no pair of different views; give at least two student views"
+        )

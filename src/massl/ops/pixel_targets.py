@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-_SMALLEST_VARIANCE = 1e-6  # added to a patch's variance before the root, so that a patch of one colour has a target too: zeros
+# added to a patch's variance before the root, so that a patch of one colour has a target too: zeros
+_SMALLEST_VARIANCE = 1e-6
 
 
 def cut_patches(images: Tensor, patch_size: int) -> Tensor:  # [R, 3, H, W] -> [R, N, patch_size ** 2 * 3]
@@ -19,7 +20,8 @@ def cut_patches(images: Tensor, patch_size: int) -> Tensor:  # [R, 3, H, W] -> [
 
 
 def normalised_patches(patches: Tensor) -> Tensor:  # [R, N, P] -> [R, N, P] float32
-    """Each patch less its mean and over its standard deviation, both over all its pixels and colours (`norm_pix_loss` of the authors).
+    """Each patch less its mean and over its standard deviation, both over all its pixels and colours (`norm_pix_loss`
+    of the authors).
 
     The variance is the unbiased one, as in their code. What predicts nothing but the mean then has the error 1 - 1 / P.
     """
@@ -32,7 +34,8 @@ def hidden_patches(kept: Tensor, num_patches: int) -> Tensor:  # [R, n] int64 ->
     return torch.ones(len(kept), num_patches, device=kept.device).scatter(1, kept, 0.0)
 
 
-def hidden_patch_error(predictions: Tensor, targets: Tensor, kept: Tensor) -> Tensor:  # [R, N, P], [R, N, P], [R, n] -> []
+# [R, N, P], [R, N, P], [R, n] -> []
+def hidden_patch_error(predictions: Tensor, targets: Tensor, kept: Tensor) -> Tensor:
     """Mean squared error of the patches that were hidden; what is predicted for the visible ones does not count."""
     num_images, num_patches = targets.shape[:2]
     errors = (predictions.float() - targets).square().mean(dim=-1)

@@ -1,18 +1,20 @@
 """The loss of DINO and iBOT: cross-entropy between the softmaxes of teacher and student over learnable prototypes.
 
-For a student embedding s and a teacher embedding t of one image, with prototypes p_k (student) and p'_k (teacher, a moving average),
+For a student embedding s and a teacher embedding t of one image, with prototypes p_k (student) and p'_k (teacher, a
+moving average),
 
     - sum_k q_k log softmax(p s / tau_s)_k  =  logsumexp_k(p_k . s / tau_s)  -  s . m / tau_s ,      m = sum_k q_k p_k
 
-with q = softmax((p' t - centre) / tau_t). All pairs of views share the V logsumexps and the G means m, so no pair ever needs numbers per
-prototype. With pair weights w[v, g] and W[v] = sum_g w[v, g], the gradients of one image are linear in the softmaxes a_v (student), q_g:
+with q = softmax((p' t - centre) / tau_t). All pairs of views share the V logsumexps and the G means m, so no pair ever
+needs numbers per prototype. With pair weights w[v, g] and W[v] = sum_g w[v, g], the gradients of one image are linear
+in the softmaxes a_v (student), q_g:
 
     of s_v:   (W[v] sum_k a_vk p_k  -  sum_g w[v, g] m_g) / tau_s
     of p_k:   (sum_v a_vk W[v] s_v  -  sum_g q_gk sum_v w[v, g] s_v) / tau_s
 
-So a_v and q_g are never mixed: stacked as [(V + G) rows, K] they enter two matrix products, and value and gradients are found in one pass
-over a few images at a time. Flash attention, which serves a memory (see memory_attention), never holds the softmaxes; prototypes learn, and
-their gradient needs each softmax a second time.
+So a_v and q_g are never mixed: stacked as [(V + G) rows, K] they enter two matrix products, and value and gradients are
+found in one pass over a few images at a time. Flash attention, which serves a memory (see memory_attention), never
+holds the softmaxes; prototypes learn, and their gradient needs each softmax a second time.
 """
 
 from collections.abc import Iterator
@@ -22,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits held at once: 2**26 float32 = 256 MiB, for a moment twice (before and after the softmax). With 65,536 prototypes and 2 + 12 views
-# that is 73 images; with fewer, the float32 gradient of the prototypes would be added to more often (134 MB of traffic each time).
+# Logits held at once: 2**26 float32 = 256 MiB, for a moment twice (before and after the softmax). With 65,536
+# prototypes and 2 + 12 views that is 73 images; with fewer, the float32 gradient of the prototypes would be added to
+# more often (134 MB of traffic each time).
 _MAX_LOGITS = 1 << 26
 # Float16 is none of them: the share of one of 65,536 prototypes, 1.5e-5, is below its smallest normal number.
 _OPERAND_DTYPES = (torch.float32, torch.bfloat16)
@@ -42,15 +45,16 @@ def prototype_loss(
     row_weights: Tensor | None = None,  # [N]; None: each 1 / N
     operand_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # []
-    """Make student views choose the prototypes that the teacher chooses for the image (Caron et al., 2021; Zhou et al., 2022).
+    """Make student views choose the prototypes that the teacher chooses for the image (Caron et al., 2021; Zhou et al.,
+    2022).
 
-    Equals `reference_prototype_loss`: the sum over v, g, n of pair_weights[v, g] row_weights[n] times the cross-entropy between
-    softmax((teacher_prototypes . teacher[g, n] - centre) / teacher_temperature), the target, and
+    Equals `reference_prototype_loss`: the sum over v, g, n of pair_weights[v, g] row_weights[n] times the cross-entropy
+    between softmax((teacher_prototypes . teacher[g, n] - centre) / teacher_temperature), the target, and
     softmax(student_prototypes . student[v, n] / student_temperature). The result is float32.
 
-    A row of weight 0 is left out whatever it holds, even not-a-number, and its gradient is 0: it may pad a batch to a fixed size.
-    `operand_dtype` is that of the operands of matrix products (sums are float32); autocast has no say. The teacher's temperature may be
-    a tensor, so that a CUDA graph can be replayed with another one.
+    A row of weight 0 is left out whatever it holds, even not-a-number, and its gradient is 0: it may pad a batch to a
+    fixed size. `operand_dtype` is that of the operands of matrix products (sums are float32); autocast has no say. The
+    teacher's temperature may be a tensor, so that a CUDA graph can be replayed with another one.
     """
     _check_shapes(student, teacher, student_prototypes, teacher_prototypes, centre, pair_weights, row_weights)
     _check_temperatures(student_temperature, teacher_temperature)
@@ -103,10 +107,14 @@ def reference_prototype_loss(
 
     with torch.autocast(student.device.type, enabled=False):
         with torch.no_grad():
-            targets = torch.softmax((similarities(teacher, teacher_prototypes) - centre.to(sum_dtype)) / teacher_temperature, dim=-1)
+            targets = torch.softmax(
+                (similarities(teacher, teacher_prototypes) - centre.to(sum_dtype)) / teacher_temperature, dim=-1
+            )
         log_predictions = torch.log_softmax(similarities(student, student_prototypes) / student_temperature, dim=-1)
         if row_weights is None:
-            row_weights = torch.full((student.shape[1],), 1.0 / student.shape[1], dtype=sum_dtype, device=student.device)
+            row_weights = torch.full(
+                (student.shape[1],), 1.0 / student.shape[1], dtype=sum_dtype, device=student.device
+            )
         loss = torch.zeros((), dtype=sum_dtype, device=student.device)
         for v in range(student.shape[0]):
             for g in range(teacher.shape[0]):
@@ -115,7 +123,8 @@ def reference_prototype_loss(
     return loss
 
 
-def cross_view_weights(num_student_views: int, num_teacher_views: int, *, device: torch.device | str) -> Tensor:  # -> [V, G]
+# -> [V, G]
+def cross_view_weights(num_student_views: int, num_teacher_views: int, *, device: torch.device | str) -> Tensor:
     """Pair weights that average over all pairs of different views; teacher view g is the same crop as student view g."""
     num_pairs = num_student_views * num_teacher_views - min(num_student_views, num_teacher_views)
     if num_pairs <= 0:
@@ -143,7 +152,10 @@ class _PrototypeLoss(torch.autograd.Function):
         (num_views, num_rows, dim), num_targets = student.shape, teacher.shape[0]
         needs_student, needs_prototypes = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
         # Temperatures divide the small factor of each product, before it is rounded.
-        queries, teacher_queries = student.float() / student_temperature, (teacher.float() / teacher_temperature).to(dtype)
+        queries, teacher_queries = (
+            student.float() / student_temperature,
+            (teacher.float() / teacher_temperature).to(dtype),
+        )
         teacher_offset = centre.float() / teacher_temperature
         prototypes, teacher_prototypes = student_prototypes.to(dtype), teacher_prototypes.to(dtype)
         view_weights = pair_weights.sum(dim=1)[:, None]  # [V, 1]: W in the text above
@@ -154,11 +166,16 @@ class _PrototypeLoss(torch.autograd.Function):
         for rows in _row_chunks(num_rows, (num_views + num_targets) * len(prototypes)):
             weights, query = row_weights[rows], queries[:, rows]  # [C], [V, C, D]
             operand = query.to(dtype)
-            log_shares, logsumexps = _log_softmax(operand, teacher_queries[:, rows], prototypes, teacher_prototypes, teacher_offset)
+            log_shares, logsumexps = _log_softmax(
+                operand, teacher_queries[:, rows], prototypes, teacher_prototypes, teacher_offset
+            )
             num_targeted = num_targets * query.shape[1]  # the last rows of log_shares
-            shares = _exponential(log_shares if needs_student or needs_prototypes else log_shares[-num_targeted:], dtype)
+            shares = _exponential(
+                log_shares if needs_student or needs_prototypes else log_shares[-num_targeted:], dtype
+            )
             del log_shares  # before the products: 256 MiB
-            means = _product(shares if needs_student else shares[-num_targeted:], prototypes)  # [(V + G) C, D] or [G C, D]
+            # [(V + G) C, D] or [G C, D]
+            means = _product(shares if needs_student else shares[-num_targeted:], prototypes)
             target = (pair_weights @ means[-num_targeted:].reshape(num_targets, -1)).reshape(query.shape)
             attraction = (operand.float() * target).sum(dim=-1)  # [V, C]
             loss += (weights * (view_weights * logsumexps - attraction)).sum()
@@ -167,7 +184,8 @@ class _PrototypeLoss(torch.autograd.Function):
                 student_gradient[:, rows] = (repulsion - target) * (weights / student_temperature)[:, None]
             if prototype_gradient is not None:
                 weighted = (query * weights[:, None]).reshape(num_views, -1)
-                pulls = torch.cat([view_weights * weighted, -(pair_weights.T @ weighted)]).reshape(-1, dim)  # [(V + G) C, D]
+                # [(V + G) C, D]
+                pulls = torch.cat([view_weights * weighted, -(pair_weights.T @ weighted)]).reshape(-1, dim)
                 _add_product(prototype_gradient, shares.T, pulls.to(dtype))
         ctx.save_for_backward(student_gradient, prototype_gradient)
         return loss
@@ -191,13 +209,16 @@ def _row_chunks(num_rows: int, logits_per_row: int) -> Iterator[slice]:
 def _log_softmax(
     queries: Tensor, teacher_queries: Tensor, prototypes: Tensor, teacher_prototypes: Tensor, teacher_offset: Tensor
 ) -> tuple[Tensor, Tensor]:  # [V, C, D], [G, C, D], [K, D], [K, D], [K] -> [(V + G) C, K], [V, C]
-    """Logarithms of the softmaxes, student rows before teacher rows, and the logsumexps of the student rows; all float32."""
+    """Logarithms of the softmaxes, student rows before teacher rows, and the logsumexps of the student rows; all
+    float32.
+    """
     num_student = queries.shape[0] * queries.shape[1]
     num_all = num_student + teacher_queries.shape[0] * teacher_queries.shape[1]
     logits = torch.empty(num_all, len(prototypes), device=queries.device)
     _product(queries.flatten(0, 1), prototypes.T, out=logits[:num_student])
     _product(teacher_queries.flatten(0, 1), teacher_prototypes.T, out=logits[num_student:]).sub_(teacher_offset)
-    if logits.is_cuda:  # one fused kernel, where torch.logsumexp is four; the logsumexp is the difference in any one column
+    # one fused kernel, where torch.logsumexp is four; the logsumexp is the difference in any one column
+    if logits.is_cuda:
         log_shares = torch.log_softmax(logits, dim=-1)
         logsumexps = logits[:num_student, 0] - log_shares[:num_student, 0]
     else:  # the fused kernel of CPUs has a rough exponential: shares of a temperature of 0.04 sum to 1.00001
@@ -209,11 +230,15 @@ def _log_softmax(
 
 def _exponential(logarithms: Tensor, dtype: torch.dtype) -> Tensor:
     """In place where the type allows, else rounded in the same pass."""
-    return torch.exp(logarithms, out=logarithms if dtype == logarithms.dtype else torch.empty_like(logarithms, dtype=dtype))
+    return torch.exp(
+        logarithms, out=logarithms if dtype == logarithms.dtype else torch.empty_like(logarithms, dtype=dtype)
+    )
 
 
 def _product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Matrix product with a float32 result. Logits of 25 rounded to bfloat16 would be off by 0.06, far more than from rounded operands."""
+    """Matrix product with a float32 result. Logits of 25 rounded to bfloat16 would be off by 0.06, far more than from
+    rounded operands.
+    """
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32, out=out)
     return torch.mm(left.float(), right.float(), out=out)
@@ -241,9 +266,15 @@ def _check_shapes(
             "expected student [views, rows, dim], teacher [views, rows, dim] and prototypes [prototypes, dim]; "
             f"got {list(student.shape)}, {list(teacher.shape)}, {list(student_prototypes.shape)}"
         )
-    (num_views, num_rows, dim), (num_targets, *_), num_prototypes = student.shape, teacher.shape, len(student_prototypes)
+    (num_views, num_rows, dim), (num_targets, *_), num_prototypes = (
+        student.shape,
+        teacher.shape,
+        len(student_prototypes),
+    )
     if 0 in (*student.shape, num_targets, num_prototypes):
-        raise ValueError(f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, {num_prototypes} prototypes")
+        raise ValueError(
+            f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, {num_prototypes} prototypes"
+        )
     given: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
         "teacher": (teacher, (num_targets, num_rows, dim)),
         "student_prototypes": (student_prototypes, (num_prototypes, dim)),
@@ -254,7 +285,9 @@ def _check_shapes(
     }
     for name, (tensor, shape) in given.items():
         if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{name} must be {list(shape)} beside student {list(student.shape)}; got {list(tensor.shape)}")
+            raise ValueError(
+                f"{name} must be {list(shape)} beside student {list(student.shape)}; got {list(tensor.shape)}"
+            )
 
 
 def _check_temperatures(student_temperature: float, teacher_temperature: float | Tensor) -> None:

@@ -1,4 +1,6 @@
-"""What the update kernels need to know of a list of tensors; apart from the kernels, so that asking does not need Triton."""
+"""What the update kernels need to know of a list of tensors; apart from the kernels, so that asking does not need
+Triton.
+"""
 
 from collections.abc import Sequence
 
@@ -11,5 +13,8 @@ def fit_update_kernels(tensors: Sequence[Tensor]) -> bool:
     return (
         len(tensors) > 0
         and tensors[0].is_cuda
-        and all(tensor.device == tensors[0].device and tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in tensors)
+        and all(
+            tensor.device == tensors[0].device and tensor.dtype == torch.float32 and tensor.is_contiguous()
+            for tensor in tensors
+        )
     )

@@ -1,4 +1,5 @@
-"""Tables of results, for the terminal and as Markdown, with the paper's figure beside ours where both measured the same.
+"""Tables of results, for the terminal and as Markdown, with the paper's figure beside ours where both measured the
+same.
 
 A row is a plain mapping with the entries of a line of results.jsonl. Everything here is a pure function of rows.
 """
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from massl.config import fingerprint
-from massl.reports.paper import TRANSFER_AVERAGE, TRANSFER_DATA, PaperFigure, paper_figures
+from massl.reports.published.paper import TRANSFER_AVERAGE, TRANSFER_DATA, PaperFigure, paper_figures
 
 Row = Mapping[str, Any]
 
@@ -34,7 +35,9 @@ class ResultsTable:
 
 
 def results_table(rows: Iterable[Row], *, methods: Sequence[str] = ("MaSSL",)) -> ResultsTable:
-    """Rows side by side with the paper's figures for `methods`, wherever architecture, data, setting and metric are the same."""
+    """Rows side by side with the paper's figures for `methods`, wherever architecture, data, setting and metric are the
+    same.
+    """
     merged = _merge_deviations(_grouped(list(rows)))
     published = [paper_figures(**{name: row[name] for name in (*_NAMES, "architecture")}) for row in merged]
     columns = [_paper_column(method, merged, published) for method in methods]
@@ -46,11 +49,20 @@ def results_table(rows: Iterable[Row], *, methods: Sequence[str] = ("MaSSL",)) -
         line = [models[_model_key(row)]] if shows_models else []
         line += [*(str(row[name]) for name in _NAMES), _with_deviation(row["value"], row.get("deviation"))]
         line += [f"{row['num_samples']:,}", _seconds_text(row["seconds"])]
-        line += [_figure_text(figures.get(method), marks) for method, column in zip(methods, columns, strict=True) if column]
+        line += [
+            _figure_text(figures.get(method), marks) for method, column in zip(methods, columns, strict=True) if column
+        ]
         lines.append(tuple(line))
     return ResultsTable(
         title=_title(merged, shows_models=shows_models),
-        columns=(*(("model",) if shows_models else ()), *_NAMES, "value", "n", "seconds", *(column for column in columns if column)),
+        columns=(
+            *(("model",) if shows_models else ()),
+            *_NAMES,
+            "value",
+            "n",
+            "seconds",
+            *(column for column in columns if column),
+        ),
         lines=tuple(lines),
         footnotes=tuple(f"{mark} {note}" for note, mark in marks.items()),
     )
@@ -80,13 +92,21 @@ def as_rich(table: ResultsTable) -> Table:
 
 def as_markdown(table: ResultsTable) -> str:
     """For documents: the same table and footnotes."""
-    header = [_markdown_line(table.columns), _markdown_line([":--" if column in _WORDS else "--:" for column in table.columns])]
-    parts = [[table.title] if table.title else [], [*header, *map(_markdown_line, table.lines)], *([note] for note in table.footnotes)]
+    header = [
+        _markdown_line(table.columns),
+        _markdown_line([":--" if column in _WORDS else "--:" for column in table.columns]),
+    ]
+    parts = [
+        [table.title] if table.title else [],
+        [*header, *map(_markdown_line, table.lines)],
+        *([note] for note in table.footnotes),
+    ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def transfer_averages(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """For each k the unweighted mean over the eight transfer sets (the paper's "Avg @k"), of models measured on all of them.
+    """For each k the unweighted mean over the eight transfer sets (the paper's "Avg @k"), of models measured on all of
+    them.
 
     Of several rows for one data set the last counts.
     """
@@ -113,7 +133,9 @@ def transfer_averages(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def _grouped(rows: list[Row]) -> list[Row]:
-    """Rows of one protocol together, in it those of one data set, in it those of one number; otherwise in the given order."""
+    """Rows of one protocol together, in it those of one data set, in it those of one number; otherwise in the given
+    order.
+    """
     ranks: dict[tuple[Any, ...], int] = {}
 
     def place(row: Row) -> list[int]:

@@ -21,7 +21,9 @@ class CheckpointError(MasslError, RuntimeError):
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write beside the target, flush to disk, then rename: a crash leaves the old file or the new one, never half of one."""
+    """Write beside the target, flush to disk, then rename: a crash leaves the old file or the new one, never half of
+    one.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
@@ -50,7 +52,9 @@ class CheckpointStore:
         return self.folder / f"step_{step:09d}.pt"
 
     def save(self, step: int, state: Mapping[str, Any], *, milestone_every: int) -> Path:
-        """Write the checkpoint of a step, then drop those beyond the last few; multiples of `milestone_every` (0: none) stay."""
+        """Write the checkpoint of a step, then drop those beyond the last few; multiples of `milestone_every` (0: none)
+        stay.
+        """
         path = self.path(step)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,10 +95,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """Tensors and plain values only: nothing in the file is executed."""
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not compare check sums: a block of zeros would load without complaint
+            # torch.load does not compare check sums: a block of zeros would load without complaint
+            damaged = archive.testzip()
         if damaged is not None:
             raise OSError(f"{damaged} is damaged")
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a damaged file torch.load may say anything: KeyError, UnicodeDecodeError, struct.error ...
+    except (
+        Exception
+    ) as error:  # of a damaged file torch.load may say anything: KeyError, UnicodeDecodeError, struct.error ...
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
     return state

@@ -1,7 +1,8 @@
 """The training step as CUDA graphs: recorded once, then started with one call instead of two thousand launches.
 
-A launch costs the host about 7 microseconds, so a step of small kernels is paced by Python, not by the GPU. A graph replays the same
-kernels on the same addresses; what changes from step to step (views, schedule values) is written there first.
+A launch costs the host about 7 microseconds, so a step of small kernels is paced by Python, not by the GPU. A graph
+replays the same kernels on the same addresses; what changes from step to step (views, schedule values) is written there
+first.
 """
 
 import contextlib
@@ -16,9 +17,11 @@ from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper, StepOutput
 from massl.training.step import TrainingStep
 
-# Ordinary steps first: they choose algorithms, compile kernels and create the optimiser's state, none of which a graph may do.
+# Ordinary steps first: they choose algorithms, compile kernels and create the optimiser's state, none of which a graph
+# may do.
 _NUM_ORDINARY_STEPS = 3
-_DTYPES = {"step": torch.int64, "learning_rate": torch.float32}  # torch's fused AdamW reads a float32 rate; the others are exact
+# torch's fused AdamW reads a float32 rate; the others are exact
+_DTYPES = {"step": torch.int64, "learning_rate": torch.float32}
 
 
 class HyperOnDevice:
@@ -31,7 +34,9 @@ class HyperOnDevice:
 
     def set(self, hyper: StepHyper) -> StepHyper:
         values = {"step": hyper.step, "learning_rate": hyper.learning_rate, "weight_decay": hyper.weight_decay}
-        return StepHyper(epoch=hyper.epoch, **self._written(values, self._tensors), own=self._written(hyper.own, self._own))
+        return StepHyper(
+            epoch=hyper.epoch, **self._written(values, self._tensors), own=self._written(hyper.own, self._own)
+        )
 
     def _written(self, values: Mapping[str, float | Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, value in values.items():
@@ -52,7 +57,8 @@ class _Recording:
 class GraphedStep:
     """A TrainingStep on one GPU: ordinary for the first steps, recorded at the next, replayed ever after.
 
-    The results are those of a TrainingStep whose schedule values are tensors too, bit for bit; plain numbers may round differently.
+    The results are those of a TrainingStep whose schedule values are tensors too, bit for bit; plain numbers may round
+    differently.
     """
 
     def __init__(self, step: TrainingStep) -> None:
@@ -62,7 +68,8 @@ class GraphedStep:
         self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
         self._num_done = 0
         self._views: ViewBatch | None = None
-        self._parts: list[_Recording] = []  # of the first part of a batch, and of any further one, which adds to its gradients
+        # of the first part of a batch, and of any further one, which adds to its gradients
+        self._parts: list[_Recording] = []
         self._update: _Recording | None = None
         self._outputs: list[StepOutput] = []  # of each part, kept for the update when there are several
         self._frozen: list[int] = []  # addresses of what stands still, in the steps done and in the recording
@@ -95,7 +102,9 @@ class GraphedStep:
         return self._step.forward(views, hyper)
 
     def _start_anew_if_frozen_change(self, epoch: int) -> None:
-        """A recording updates what it did when it was made: where other parameters are to stand still, another one is needed."""
+        """A recording updates what it did when it was made: where other parameters are to stand still, another one is
+        needed.
+        """
         frozen = [id(parameter) for parameter in self._step.method.frozen(epoch)]
         if frozen != self._frozen:
             self._frozen, self._num_done = frozen, 0
@@ -148,7 +157,9 @@ def _explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise RecipeError(f"this step cannot be recorded as a CUDA graph ({reason}); set trainer.cuda_graph to false") from error
+        raise RecipeError(
+            f"this step cannot be recorded as a CUDA graph ({reason}); set trainer.cuda_graph to false"
+        ) from error
 
 
 def _empty_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:

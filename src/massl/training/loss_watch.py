@@ -40,7 +40,8 @@ class LossWatch:
         on_host = loss.detach().to("cpu", non_blocking=True)
         copied = None
         if loss.device.type == "cuda":
-            # Blocking: the host sleeps until the value is there. By default it would spin on a core that could decode images.
+            # Blocking: the host sleeps until the value is there. By default it would spin on a core that could decode
+            # images.
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
         self._pending.append(_Pending(step, on_host, copied, indices))
@@ -58,4 +59,6 @@ class LossWatch:
                 oldest.copied.synchronize()
             self.last_loss, self.last_indices = float(oldest.loss), oldest.indices
             if not math.isfinite(self.last_loss):
-                raise NonFiniteLoss(f"the loss of step {oldest.step} is {self.last_loss}", step=oldest.step, indices=oldest.indices)
+                raise NonFiniteLoss(
+                    f"the loss of step {oldest.step} is {self.last_loss}", step=oldest.step, indices=oldest.indices
+                )

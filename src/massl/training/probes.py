@@ -9,33 +9,42 @@ from torch import Tensor
 
 from massl import distributed, keyed_random
 from massl.config import RecipeError, Settings
-from massl.data.cache import ImageCache
-from massl.data.gpu_decode import jpeg_decoder
-from massl.data.loader import Loader
+from massl.data.loading.cache import ImageCache
+from massl.data.loading.gpu_decode import jpeg_decoder
+from massl.data.loading.loader import Loader
 from massl.data.settings import DataSettings
 from massl.data.sources import ImageSource, open_source
 from massl.data.views import ViewSettings
 from massl.methods.base import Method, StepHyper
 from massl.ops.image_ops import RaggedImages, centre_view, normalise
-from massl.ops.neighbours import knn_accuracy, knn_accuracy_among_others
-from massl.ops.spectrum import effective_rank
+from massl.ops.scoring.feature_health import effective_rank
+from massl.ops.scoring.neighbours import knn_accuracy, knn_accuracy_among_others
 
 _CHUNK_PIXELS = 256 * 224 * 224  # images taken through the backbone at once, as pixels of their views
 _RAW_PIXEL_SIDE = 32
-_LOWEST_RANK = 1.8  # of features that do not collapse: of real runs those that did ended at 1.5, the least healthy other one had 6.6
+# of features that do not collapse: of real runs those that did ended at 1.5, the least healthy other one had 6.6
+_LOWEST_RANK = 1.8
 
 
 class ProbeSettings(Settings):
     every_epochs: float = Field(
-        default=1.0, ge=0.0, description="epochs between probes of the teacher, besides the first and last step; 0: no probes"
+        default=1.0,
+        ge=0.0,
+        description="epochs between probes of the teacher, besides the first and last step; 0: no probes",
     )
     database: str = Field(default="", description="labelled images for k-NN; default: the training images")
-    queries: str = Field(default="", description="labelled images to classify; default: some images held out of the database")
+    queries: str = Field(
+        default="", description="labelled images to classify; default: some images held out of the database"
+    )
     max_database: int = Field(default=10_000, gt=0, description="largest number of database images (a keyed choice)")
     max_queries: int = Field(default=2_000, gt=1, description="largest number of query images")
     num_neighbours: int = Field(default=20, gt=0, description="k of the k-NN classifier")
-    temperature: float = Field(default=0.07, gt=0.0, description="temperature of its votes: a neighbour counts exp(cosine / temperature)")
-    crop_ratio: float = Field(default=0.875, gt=0.0, le=1.0, description="centre crop / shorter side (224 / 256 as the protocols have it)")
+    temperature: float = Field(
+        default=0.07, gt=0.0, description="temperature of its votes: a neighbour counts exp(cosine / temperature)"
+    )
+    crop_ratio: float = Field(
+        default=0.875, gt=0.0, le=1.0, description="centre crop / shorter side (224 / 256 as the protocols have it)"
+    )
 
 
 class NonFiniteFeatures(ArithmeticError):
@@ -72,7 +81,9 @@ class Probe:
         self._on_skip = on_skip
         self._database, self._queries = self._choose(training_source)
         # Queries that are held out are of the same source too, but never in the database.
-        self._may_find_itself = bool(settings.queries) and self._database is not None and _are_same(self._database, self._queries)
+        self._may_find_itself = (
+            bool(settings.queries) and self._database is not None and _are_same(self._database, self._queries)
+        )
 
     def _choose(self, training_source: ImageSource) -> tuple[_Subset | None, _Subset]:
         database = open_source(self.settings.database) if self.settings.database else training_source
@@ -82,7 +93,9 @@ class Probe:
         if database.class_names is None or queries.class_names is None or len(database) < 2:
             if self.settings.queries or self.settings.database:
                 unlabelled = database if database.class_names is None else queries
-                raise RecipeError(f"{unlabelled.name} has no labels; k-NN probes need class folders or a labelled data set")
+                raise RecipeError(
+                    f"{unlabelled.name} has no labels; k-NN probes need class folders or a labelled data set"
+                )
             return None, query_subset
         if self.settings.queries:
             database_order = keyed_random.permutation(len(database), self._seed, "probe database")
@@ -95,7 +108,9 @@ class Probe:
 
     @torch.no_grad()
     def measure(self, method: Method, hyper: StepHyper) -> dict[str, float]:
-        """k-NN accuracy (where labels exist), effective rank, and the method's own signs of health; in float32, as the protocols ask."""
+        """k-NN accuracy (where labels exist), effective rank, and the method's own signs of health; in float32, as the
+        protocols ask.
+        """
         backbone = method.backbone_to_evaluate()
         was_training = backbone.training
         backbone.eval()
@@ -126,19 +141,25 @@ class Probe:
         return self._knn(*self._extract(self._queries, pixels_of), *self._extract(self._database, pixels_of))
 
     def _knn(self, queries: Tensor, query_labels: Tensor, database: Tensor, database_labels: Tensor) -> float:
-        known_queries, known_rows = query_labels >= 0, database_labels >= 0  # a labelled source may hold images without a label
+        # a labelled source may hold images without a label
+        known_queries, known_rows = query_labels >= 0, database_labels >= 0
         rows = queries[known_queries], query_labels[known_queries], database[known_rows], database_labels[known_rows]
         num_neighbours, temperature = self.settings.num_neighbours, self.settings.temperature
         if self._database is None or not self._may_find_itself:
             return knn_accuracy(*rows, num_neighbours=num_neighbours, temperature=temperature)
-        numbers = self._queries.indices.to(self._device)[known_queries], self._database.indices.to(self._device)[known_rows]
+        numbers = (
+            self._queries.indices.to(self._device)[known_queries],
+            self._database.indices.to(self._device)[known_rows],
+        )
         return knn_accuracy_among_others(*rows, *numbers, num_neighbours=num_neighbours, temperature=temperature)
 
-    def _extract(self, subset: _Subset, features_of: Callable[[RaggedImages], Tensor]) -> tuple[Tensor, Tensor]:  # -> [N, D], [N]
+    # -> [N, D], [N]
+    def _extract(self, subset: _Subset, features_of: Callable[[RaggedImages], Tensor]) -> tuple[Tensor, Tensor]:
         """Features and labels of a subset; each rank does its share and all receive all."""
         num_images, world_size = len(subset.indices), distributed.world_size()
         share = -(-num_images // world_size)
-        positions = (distributed.rank() * share + torch.arange(share)) % num_images  # the last rank may repeat the first images
+        # the last rank may repeat the first images
+        positions = (distributed.rank() * share + torch.arange(share)) % num_images
         chunk_size = min(2048, max(1, _CHUNK_PIXELS // self.views.global_size**2))
         chunks = torch.split(subset.indices[positions], chunk_size)
         loader = Loader(
@@ -160,7 +181,9 @@ class Probe:
                 labels.append(batch.labels.to(self._device))
         finally:
             loader.close()
-        return distributed.gather_rows(torch.cat(features))[:num_images], distributed.gather_rows(torch.cat(labels))[:num_images]
+        return distributed.gather_rows(torch.cat(features))[:num_images], distributed.gather_rows(torch.cat(labels))[
+            :num_images
+        ]
 
 
 def warnings_of(method: Method, metrics: dict[str, float]) -> list[str]:
@@ -176,7 +199,9 @@ def general_collapse_signs(metrics: dict[str, float]) -> list[str]:
     rank = metrics["effective_rank"]
     if rank >= _LOWEST_RANK:
         return []
-    return [f"the features span {'' if rank < 1.5 else 'hardly more than '}a single direction (effective rank {rank:.2f})"]
+    return [
+        f"the features span {'' if rank < 1.5 else 'hardly more than '}a single direction (effective rank {rank:.2f})"
+    ]
 
 
 def _are_same(first: _Subset, second: _Subset) -> bool:

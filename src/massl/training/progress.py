@@ -29,7 +29,9 @@ class ProgressDisplay:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._bar.stop()
 
     def say(self, message: str, *, style: str | None = None) -> None:
@@ -49,7 +51,8 @@ class ProgressDisplay:
         if "effective_rank" in row:
             knn = f"k-NN {row['knn_top1']:.1f} %  " if "knn_top1" in row else ""
             self.say(
-                f"step {step}/{self._num_steps}  {knn}effective rank {row['effective_rank']:.1f}  loss {row['loss']:.4f}", style="green"
+                f"step {step}/{self._num_steps}  {knn}effective rank {row['effective_rank']:.1f}  loss {row['loss']:.4f}",
+                style="green",
             )
         elif not self._console.is_terminal:
             self.say(text)

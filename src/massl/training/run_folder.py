@@ -64,7 +64,11 @@ class RunFolder:
     def differences_from(self, kept: str) -> list[str]:
         """In words, what a checkpoint was trained with otherwise; settings that did not exist then cannot differ."""
         now = json.loads(self.binding_text())
-        return [f"{key} was {value!r}, now {now.get(key)!r}" for key, value in json.loads(kept).items() if now.get(key) != value]
+        return [
+            f"{key} was {value!r}, now {now.get(key)!r}"
+            for key, value in json.loads(kept).items()
+            if now.get(key) != value
+        ]
 
     @contextlib.contextmanager
     def claimed(self, *, is_writer: bool) -> Iterator[None]:
@@ -84,8 +88,14 @@ class RunFolder:
         """A new or empty folder, or one that holds a run."""
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path} is a file; --output names a folder")
-        if self.path.is_dir() and not self.recipe_file.exists() and any(path.name not in _LEFT_BY_A_KILL for path in self.path.iterdir()):
-            raise RunFolderError(f"{self.path} is not empty and holds no massl run; choose another --output (nothing was changed)")
+        if (
+            self.path.is_dir()
+            and not self.recipe_file.exists()
+            and any(path.name not in _LEFT_BY_A_KILL for path in self.path.iterdir())
+        ):
+            raise RunFolderError(
+                f"{self.path} is not empty and holds no massl run; choose another --output (nothing was changed)"
+            )
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -98,7 +108,9 @@ class RunFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system however the process ends
             except BlockingIOError:
-                raise RunFolderError(f"another process is training in {self.path}; wait for it or choose another --output") from None
+                raise RunFolderError(
+                    f"another process is training in {self.path}; wait for it or choose another --output"
+                ) from None
             yield
 
     def _write_recipe(self) -> None:
@@ -108,7 +120,9 @@ class RunFolder:
             raise RunFolderError(f"cannot write to {self.path}: {error}") from error
 
     def _has_begun(self) -> bool:
-        """Whether training has left anything; a command that failed before (no such images, unknown backbone) may be corrected."""
+        """Whether training has left anything; a command that failed before (no such images, unknown backbone) may be
+        corrected.
+        """
         return self.recipe_file.exists() and ((self.path / "metrics.jsonl").exists() or self.checkpoints.is_dir())
 
     def _refuse_other_recipe(self) -> None:
@@ -117,10 +131,14 @@ class RunFolder:
         try:
             before = binding_values(validate(type(self.recipe), read_yaml(self.recipe_file), origin="recipe.yaml"))
         except RecipeError as error:
-            raise RunFolderError(f"{self.recipe_file} cannot be read as a recipe ({error}); choose another --output") from None
+            raise RunFolderError(
+                f"{self.recipe_file} cannot be read as a recipe ({error}); choose another --output"
+            ) from None
         now = binding_values(self.recipe)
         differences = [
-            f"{key} was {before.get(key)!r}, now {now.get(key)!r}" for key in sorted({*before, *now}) if before.get(key) != now.get(key)
+            f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
+            for key in sorted({*before, *now})
+            if before.get(key) != now.get(key)
         ]
         if differences:
             raise RunFolderError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from massl.methods.base import Ramp, StepHyper
-from massl.training.optimizer import OptimizerSettings
+from massl.training.optimizers import OptimizerSettings
 
 
 def cosine(step: int, *, start: float, end: float, num_steps: int) -> float:
@@ -38,7 +38,9 @@ class Schedules:
             step=step,
             epoch=step // self.steps_per_epoch,
             learning_rate=self._learning_rate(step),
-            weight_decay=cosine(step, start=optimizer.weight_decay, end=optimizer.weight_decay_end, num_steps=self.num_steps),
+            weight_decay=cosine(
+                step, start=optimizer.weight_decay, end=optimizer.weight_decay_end, num_steps=self.num_steps
+            ),
             own={name: self._on_ramp(ramp, step) for name, ramp in self.ramps.items()},
         )
 
@@ -47,7 +49,9 @@ class Schedules:
         num_warmup = round(self.optimizer.warmup_epochs * self.steps_per_epoch)
         if step < num_warmup:
             return warm_up(step, start=0.0, end=peak, num_steps=num_warmup)
-        return cosine(step - num_warmup, start=peak, end=self.optimizer.min_learning_rate, num_steps=self.num_steps - num_warmup)
+        return cosine(
+            step - num_warmup, start=peak, end=self.optimizer.min_learning_rate, num_steps=self.num_steps - num_warmup
+        )
 
     def _on_ramp(self, ramp: Ramp, step: int) -> float:
         if ramp.epochs is None:

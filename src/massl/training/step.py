@@ -10,8 +10,7 @@ from torch import nn
 from massl import distributed
 from massl.data.views import ViewBatch
 from massl.methods.base import Method, StepHyper, StepOutput, combine
-from massl.training.optimizer import DecayedAdamW
-from massl.training.sgd import DecayedSGD
+from massl.training.optimizers import DecayedAdamW, DecayedSGD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +24,8 @@ class TrainingStep:
     def __call__(self, parts: Iterable[ViewBatch], hyper: StepHyper, *, num_parts: int) -> StepOutput:
         """Forward and backward of each equal part of the batch, one optimiser step, then teacher and memory."""
         outputs = [
-            self.forward_backward(views, hyper, num_parts=num_parts, is_last=part == num_parts - 1) for part, views in enumerate(parts)
+            self.forward_backward(views, hyper, num_parts=num_parts, is_last=part == num_parts - 1)
+            for part, views in enumerate(parts)
         ]
         return self.update(outputs, hyper)
 

@@ -21,7 +21,9 @@ class StopRequest:
             self._previous = {}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._restore()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:

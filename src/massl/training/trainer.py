@@ -10,15 +10,15 @@ from pydantic import Field
 
 from massl import distributed
 from massl.config import MasslError, RecipeError, Settings
-from massl.data.loader import ImageBatch, Loader
+from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.views import ViewBatch, ViewSettings, make_views
 from massl.methods.base import Method, StepHyper, StepOutput, combine
 from massl.training.checkpoint import CheckpointStore
+from massl.training.execution import choose_kernels
 from massl.training.graphed_step import GraphedStep
-from massl.training.kernels import choose_kernels
 from massl.training.loss_watch import LossWatch, NonFiniteLoss
 from massl.training.metrics_log import MetricsLog
-from massl.training.optimizer import build_optimizer
+from massl.training.optimizers import build_optimizer
 from massl.training.probes import NonFiniteFeatures, Probe, warnings_of
 from massl.training.progress import ProgressDisplay
 from massl.training.run_folder import RunFolder
@@ -35,11 +35,19 @@ class TrainingStopped(MasslError, RuntimeError):
 class TrainerSettings(Settings):
     seed: int = Field(default=0, ge=0, description="decides every random choice of the run")
     epochs: int = Field(default=100, gt=0, description="length of the schedules, in passes over the data")
-    max_steps: int | None = Field(default=None, gt=0, description="stop after this many steps, with schedules as for the whole run")
+    max_steps: int | None = Field(
+        default=None, gt=0, description="stop after this many steps, with schedules as for the whole run"
+    )
     batch_size: int = Field(default=1024, gt=0, description="images per step, over all processes")
-    accumulation_steps: int = Field(default=1, gt=0, description="split each batch into this many parts to save memory; same result")
-    precision: Literal["fp32", "bf16"] = Field(default="bf16", description="arithmetic of the networks; weights are float32 either way")
-    activation_checkpointing: bool = Field(default=False, description="recompute activations in the backward pass to save memory")
+    accumulation_steps: int = Field(
+        default=1, gt=0, description="split each batch into this many parts to save memory; same result"
+    )
+    precision: Literal["fp32", "bf16"] = Field(
+        default="bf16", description="arithmetic of the networks; weights are float32 either way"
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="recompute activations in the backward pass to save memory"
+    )
     kernels: Literal["fused", "compiled", "plain"] = Field(
         default="fused",
         description="fused: hand-written kernels for plain ViTs in bf16 on a GPU, plain elsewhere; compiled: torch.compile, which needs "
@@ -50,13 +58,16 @@ class TrainerSettings(Settings):
         description="precision of the residual stream in fused kernels; fp32 as under autocast, which costs time and memory",
     )
     cuda_graph: bool = Field(
-        default=True, description="record the step once and replay it, which frees it from Python's pace; one process on a GPU only"
+        default=True,
+        description="record the step once and replay it, which frees it from Python's pace; one process on a GPU only",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one")
     log_every_steps: int = Field(default=50, gt=0, description="steps between rows of metrics.jsonl")
     checkpoint_every_steps: int = Field(default=1000, gt=0, description="steps between checkpoints")
     keep_checkpoints: int = Field(default=2, gt=0, description="how many of the newest checkpoints stay")
-    milestone_every_epochs: int = Field(default=0, ge=0, description="checkpoints at multiples of this many epochs stay for good; 0: none")
+    milestone_every_epochs: int = Field(
+        default=0, ge=0, description="checkpoints at multiples of this many epochs stay for good; 0: none"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +122,19 @@ class Trainer:
         self._view_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.store = CheckpointStore(folder.checkpoints, settings.keep_checkpoints)
         self.watch = LossWatch(device)
-        self.end_step = schedules.num_steps if settings.max_steps is None else min(settings.max_steps, schedules.num_steps)
+        self.end_step = (
+            schedules.num_steps if settings.max_steps is None else min(settings.max_steps, schedules.num_steps)
+        )
 
     def fit(self) -> FitResult:
         """Train from the newest checkpoint, or from the start, to the end of the run or a signal."""
-        display = ProgressDisplay(num_steps=self.end_step, batch_size=self.settings.batch_size, visible=distributed.is_main())
+        display = ProgressDisplay(
+            num_steps=self.end_step, batch_size=self.settings.batch_size, visible=distributed.is_main()
+        )
         start_step = self._resume(display)
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)  # those of this run, where several follow each other in one process
+            # those of this run, where several follow each other in one process
+            torch.cuda.reset_peak_memory_stats(self.device)
         if start_step is not None and start_step >= self.end_step:
             return FitResult(step=start_step, finished=True, signal_number=None)
         log = MetricsLog(self.folder.path, resume_step=start_step) if distributed.is_main() else None
@@ -132,7 +148,9 @@ class Trainer:
                 log.close()
             self.loader.close()
 
-    def _loop(self, start_step: int | None, display: ProgressDisplay, log: MetricsLog | None, stop: StopRequest) -> FitResult:
+    def _loop(
+        self, start_step: int | None, display: ProgressDisplay, log: MetricsLog | None, stop: StopRequest
+    ) -> FitResult:
         if start_step is None:
             self._log_start(display, log)
             start_step = 0
@@ -170,7 +188,8 @@ class Trainer:
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
         if self._view_stream is None:
             return self._make_views(images, hyper, dtype)
-        # On a stream of their own: the host is a step ahead, so these views are made while the GPU still trains on the last ones.
+        # On a stream of their own: the host is a step ahead, so these views are made while the GPU still trains on the
+        # last ones.
         with torch.cuda.stream(self._view_stream):
             views = self._make_views(images, hyper, dtype)
         current = torch.cuda.current_stream(self.device)
@@ -181,7 +200,9 @@ class Trainer:
 
     def _make_views(self, images: ImageBatch, hyper: StepHyper, dtype: torch.dtype) -> ViewBatch:
         on_device = images.to(self.device)
-        views = make_views(on_device.images, images.indices, self.views, seed=self.settings.seed, epoch=hyper.epoch, dtype=dtype)
+        views = make_views(
+            on_device.images, images.indices, self.views, seed=self.settings.seed, epoch=hyper.epoch, dtype=dtype
+        )
         return replace(views, labels=images.labels)
 
     def _is_probe_step(self, done: int) -> bool:
@@ -191,7 +212,9 @@ class Trainer:
         return done % interval == 0 or done == self.end_step
 
     def _is_checkpoint_step(self, done: int) -> bool:
-        return done % self.settings.checkpoint_every_steps == 0 or bool(self._milestone_steps and done % self._milestone_steps == 0)
+        return done % self.settings.checkpoint_every_steps == 0 or bool(
+            self._milestone_steps and done % self._milestone_steps == 0
+        )
 
     @property
     def _milestone_steps(self) -> int:
@@ -231,11 +254,14 @@ class Trainer:
         if probe and self.probe is not None:
             self._refuse_broken_weights(done)  # before the probe, which has no answer for features that are not numbers
             try:
-                with torch.compiler.set_stance("force_eager"):  # other shapes and float32: compiling for them would cost more than it saves
+                # other shapes and float32: compiling for them would cost more than it saves
+                with torch.compiler.set_stance("force_eager"):
                     row |= self.probe.measure(self.method, hyper)
             except NonFiniteFeatures:
                 step = max(0, done - 1)
-                raise NonFiniteLoss(f"the features after step {step} are not finite", step=step, indices=self.watch.last_indices) from None
+                raise NonFiniteLoss(
+                    f"the features after step {step} are not finite", step=step, indices=self.watch.last_indices
+                ) from None
             if done > self._settling_steps:
                 for warning in warnings_of(self.method, row):
                     display.warn(warning)
@@ -280,10 +306,14 @@ class Trainer:
         distributed.barrier()
 
     def _refuse_broken_weights(self, done: int) -> None:
-        """A finite loss with infinite gradients would otherwise put broken weights into a checkpoint, one step before it shows."""
+        """A finite loss with infinite gradients would otherwise put broken weights into a checkpoint, one step before
+        it shows.
+        """
         norms = torch._foreach_norm([parameter for parameter in self.method.parameters() if parameter.requires_grad])
         if not bool(torch.stack(norms).isfinite().all()):
-            raise NonFiniteLoss(f"the weights after step {done - 1} are not finite", step=done - 1, indices=self.watch.last_indices)
+            raise NonFiniteLoss(
+                f"the weights after step {done - 1} are not finite", step=done - 1, indices=self.watch.last_indices
+            )
 
     def _resume(self, display: ProgressDisplay) -> int | None:
         """Load the newest checkpoint; returns its step, or None for a new run."""

@@ -40,7 +40,12 @@ class BackboneContent:
 
 
 def backbone_bytes(
-    model: nn.Module, *, timm_arguments: Mapping[str, Any], mean: tuple[float, ...], std: tuple[float, ...], image_size: int
+    model: nn.Module,
+    *,
+    timm_arguments: Mapping[str, Any],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    image_size: int,
 ) -> bytes:
     """The file content for a timm model."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
@@ -49,10 +54,11 @@ def backbone_bytes(
 
 
 def load_backbone(run: str | Path) -> nn.Module:
-    """The pre-trained teacher backbone of a run (its folder, or the .safetensors file itself) as a plain timm model in eval mode.
+    """The pre-trained teacher backbone of a run (its folder, or the .safetensors file itself) as a plain timm model in
+    eval mode.
 
-    `model(images)` gives the features; `model.default_cfg` holds size, mean and std of the images it was trained on. Vision transformers
-    accept images of any size that is a multiple of the patch.
+    `model(images)` gives the features; `model.default_cfg` holds size, mean and std of the images it was trained on.
+    Vision transformers accept images of any size that is a multiple of the patch.
     """
     path = backbone_path(run)
     content = backbone_content(path, *read_safetensors(path))
@@ -80,7 +86,9 @@ def backbone_path(run: str | Path) -> Path:
     if path.is_dir():
         path = path / BACKBONE_FILE
     if not path.is_file():
-        raise WeightsError(f"{path} does not exist; give the folder of a massl run that has saved a checkpoint, or its {BACKBONE_FILE}")
+        raise WeightsError(
+            f"{path} does not exist; give the folder of a massl run that has saved a checkpoint, or its {BACKBONE_FILE}"
+        )
     return path
 
 
@@ -103,36 +111,48 @@ def backbone_content(path: Path, tensors: dict[str, Tensor], metadata: Mapping[s
         image_size = json.loads(metadata.get("image_size", "null"))
     except (KeyError, ValueError) as error:
         raise WeightsError(f"the metadata of {path} are damaged ({error!r}); write the file anew") from error
-    return BackboneContent(tensors=tensors, timm_arguments=timm_arguments, mean=tuple(mean), std=tuple(std), image_size=image_size)
+    return BackboneContent(
+        tensors=tensors, timm_arguments=timm_arguments, mean=tuple(mean), std=tuple(std), image_size=image_size
+    )
 
 
 def read_pickled(path: Path) -> Any:
-    """What torch.save has written: tensors, plain values and argparse's Namespace only, so that nothing in the file is executed."""
+    """What torch.save has written: tensors, plain values and argparse's Namespace only, so that nothing in the file is
+    executed.
+    """
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()  # torch.load does not compare check sums: a block of zeros would load without complaint
+                # torch.load does not compare check sums: a block of zeros would load without complaint
+                damaged = archive.testzip()
             if damaged is not None:
                 raise OSError(f"{damaged} is damaged")
         # The full checkpoints of DINO, iBOT and MaSSL hold the Namespace of their command line.
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols: what cannot be read is refused all the same
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of a file that is no checkpoint torch.load may say anything: KeyError, EOFError, struct.error ...
+    except (
+        Exception
+    ) as error:  # of a file that is no checkpoint torch.load may say anything: KeyError, EOFError, struct.error ...
         refused = re.search(r"GLOBAL (\S+)", str(error))
         if refused is not None:
             raise WeightsError(
                 f"{path} holds a Python object ({refused[1]}), and opening it could run foreign code: refused. Save the weights alone, "
                 "torch.save(state_dict, ...) or safetensors, where you trust the file"
             ) from error
-        reason = next((line for line in reversed(str(error).splitlines()) if line and "documentation of torch.load" not in line), "")
+        reason = next(
+            (line for line in reversed(str(error).splitlines()) if line and "documentation of torch.load" not in line),
+            "",
+        )
         raise WeightsError(
             f"cannot read {path}: {type(error).__name__} {reason}. It is damaged, cut short or no PyTorch checkpoint; fetch it again"
         ) from error
 
 
 def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], *, origin: str) -> None:
-    """Fill every tensor of the model, or say which cannot be filled and which are left over: nothing stays random by accident."""
+    """Fill every tensor of the model, or say which cannot be filled and which are left over: nothing stays random by
+    accident.
+    """
     wanted = model.state_dict()
     problems = [
         *_named("missing", wanted.keys() - tensors.keys()),

@@ -1,7 +1,7 @@
 """What the checkpoints of the field look like, and how each becomes a state dict of timm's VisionTransformer.
 
-The backbones of DINO, iBOT, MaSSL, MoCo-v3, MAE, DeiT and timm name their tensors alike; what differs is where in the file they are,
-what is put before their names, and what lies beside them.
+The backbones of DINO, iBOT, MaSSL, MoCo-v3, MAE, DeiT and timm name their tensors alike; what differs is where in the
+file they are, what is put before their names, and what lies beside them.
 """
 
 import re
@@ -20,9 +20,11 @@ KNOWN_LAYOUTS = (
     "a checkpoint of MAE or DeiT ({'model': {...}})",
     "the flat state dict of a DINO backbone or of timm's VisionTransformer",
 )
-_ENTRIES = ("teacher", "state_dict", "model")  # where a file holds the weights: the first of these, else the file itself
+# where a file holds the weights: the first of these, else the file itself
+_ENTRIES = ("teacher", "state_dict", "model")
 _PREFIXES = ("base_encoder.", "backbone.")  # before a backbone's keys, after any `module.` of distributed training
-_OTHER_PARTS = ("head.", "fc.", "masked_embed", "mask_token", "decoder_", "predictor.", "momentum_encoder.")  # no part of the backbone
+# no part of the backbone
+_OTHER_PARTS = ("head.", "fc.", "masked_embed", "mask_token", "decoder_", "predictor.", "momentum_encoder.")
 _TRAINED_BY = {"memory_bank": "MaSSL", "ibot_loss": "iBOT", "dino_loss": "DINO"}  # entry beside the teacher -> method
 _RENAMED = {"gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}  # iBOT's layer scale -> timm's
 _REFUSED = {  # part of a key -> what a network with it is
@@ -32,9 +34,11 @@ _REFUSED = {  # part of a key -> what a network with it is
     r"^patch_embed\.proj\.\d": "a transformer with a convolutional stem",
     r"\.attn\.[qk]_norm\.": "a transformer that normalises queries and keys",
 }
-_ESSENTIAL = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")  # their shapes tell the architecture
+# their shapes tell the architecture
+_ESSENTIAL = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
 _NUM_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16}  # width -> attention heads: 64 channels each
-_NUM_HEADS_MOCOV3 = {**_NUM_HEADS, 384: 12}  # https://github.com/facebookresearch/moco-v3: its ViT-S has 12 heads, of 32 channels each
+# https://github.com/facebookresearch/moco-v3: its ViT-S has 12 heads, of 32 channels each
+_NUM_HEADS_MOCOV3 = {**_NUM_HEADS, 384: 12}
 _TIMM_NAMES = {192: "vit_tiny_patch16_224", 384: "vit_small_patch16_224", 1024: "vit_large_patch16_224"}  # else ViT-B
 
 
@@ -82,13 +86,17 @@ class TransformerShape:
 
 
 def backbone_of(checkpoint: Any, *, origin: str) -> ForeignBackbone:
-    """The backbone's tensors in the content of a file, under timm's keys, and nothing else; anything unknown is an error."""
+    """The backbone's tensors in the content of a file, under timm's keys, and nothing else; anything unknown is an
+    error.
+    """
     entry, weights = _weights_of(checkpoint, origin=origin)
     weights = _without("module.", weights, origin=origin)
     prefix = next((candidate for candidate in _PREFIXES if any(key.startswith(candidate) for key in weights)), "")
     unexpected = [key for key in weights if not key.startswith((prefix, *_OTHER_PARTS))]
     if unexpected:
-        raise WeightsError(f"{origin} holds unexpected entries beside {prefix}*: {', '.join(sorted(unexpected))}. {_known()}")
+        raise WeightsError(
+            f"{origin} holds unexpected entries beside {prefix}*: {', '.join(sorted(unexpected))}. {_known()}"
+        )
     tensors = {key.removeprefix(prefix): tensor for key, tensor in weights.items() if key.startswith(prefix)}
     tensors = {_timm_key(key): tensor for key, tensor in tensors.items() if not key.startswith(_OTHER_PARTS)}
     _refuse_other_networks(tensors, origin=origin)
@@ -146,7 +154,9 @@ def _refuse_other_networks(tensors: Mapping[str, Tensor], *, origin: str) -> Non
             )
     present = [key for key in _ESSENTIAL if key in tensors]
     if not present:
-        raise WeightsError(f"{origin} holds no vision transformer that massl knows: its entries are {_some(tensors)}. {_known()}")
+        raise WeightsError(
+            f"{origin} holds no vision transformer that massl knows: its entries are {_some(tensors)}. {_known()}"
+        )
     if len(present) < len(_ESSENTIAL):
         missing = [key for key in _ESSENTIAL if key not in tensors]
         raise WeightsError(f"the weights of {origin} are incomplete: missing {', '.join(missing)}")
@@ -155,15 +165,21 @@ def _refuse_other_networks(tensors: Mapping[str, Tensor], *, origin: str) -> Non
 def shape_of(backbone: ForeignBackbone, *, num_heads: int | None, origin: str) -> TransformerShape:
     """The architecture the tensors belong to; `num_heads` where the usual number for the width is wrong or unknown."""
     tensors = backbone.tensors
-    projection, positions, hidden = (tensors[key] for key in ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight"))
+    projection, positions, hidden = (
+        tensors[key] for key in ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight")
+    )
     if projection.ndim != 4 or projection.shape[1] != 3 or projection.shape[2] != projection.shape[3]:
-        raise WeightsError(f"{origin} takes no square patches of RGB images: patch_embed.proj.weight is {list(projection.shape)}")
+        raise WeightsError(
+            f"{origin} takes no square patches of RGB images: patch_embed.proj.weight is {list(projection.shape)}"
+        )
     dim, patch_size = projection.shape[0], projection.shape[2]
     if positions.ndim != 3 or hidden.ndim != 2 or positions.shape[2] != dim:
         raise WeightsError(f"{origin} is no plain transformer of width {dim}: pos_embed is {list(positions.shape)}")
     grid_side = round((positions.shape[1] - 1) ** 0.5)
     if grid_side < 1 or grid_side**2 != positions.shape[1] - 1:
-        raise WeightsError(f"pos_embed of {origin} has {positions.shape[1]} rows: not one for the class token and a square grid of patches")
+        raise WeightsError(
+            f"pos_embed of {origin} has {positions.shape[1]} rows: not one for the class token and a square grid of patches"
+        )
     return TransformerShape(
         dim=dim,
         depth=1 + max(int(match[1]) for key in tensors if (match := re.match(r"blocks\.(\d+)\.", key))),
@@ -182,7 +198,9 @@ def _num_heads(dim: int, given: int | None, *, is_mocov3: bool, origin: str) -> 
             f"{origin} has width {dim}, for which no number of attention heads is usual, and the file does not tell it; give --num_heads"
         )
     if num_heads < 1 or dim % num_heads:
-        raise WeightsError(f"{num_heads} attention heads cannot share the width {dim} of {origin}; give another --num_heads")
+        raise WeightsError(
+            f"{num_heads} attention heads cannot share the width {dim} of {origin}; give another --num_heads"
+        )
     return num_heads
 
 

@@ -66,10 +66,12 @@ def model_fingerprint(model: nn.Module, *, arguments: dict[str, object]) -> str:
 
 
 def open_model(name: str | Path, *, num_heads: int | None = None, pretrained: bool | None = None) -> LoadedModel:
-    """The model that `name` stands for: the folder of a massl run, else a weights file (massl's or another project's), else a timm model.
+    """The model that `name` stands for: the folder of a massl run, else a weights file (massl's or another project's),
+    else a timm model.
 
-    `num_heads` is for files of other projects, which do not tell it, and timm models. `pretrained` is for timm models: whether to load
-    published weights; by default where the name has a tag that says which, as in `vit_small_patch16_224.dino`.
+    `num_heads` is for files of other projects, which do not tell it, and timm models. `pretrained` is for timm models:
+    whether to load published weights; by default where the name has a tag that says which, as in
+    `vit_small_patch16_224.dino`.
     """
     if num_heads is not None and num_heads < 1:
         raise WeightsError(f"a model cannot have {num_heads} attention heads; give 1 or more")
@@ -91,7 +93,9 @@ def open_model(name: str | Path, *, num_heads: int | None = None, pretrained: bo
 def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int | None) -> LoadedModel:
     backbone = _empty_backbone(content.timm_arguments)
     if num_heads is not None and num_heads != _num_heads(backbone.model):
-        raise WeightsError(f"{path} was written by massl and tells its own number of heads, which is not {num_heads}; leave num_heads out")
+        raise WeightsError(
+            f"{path} was written by massl and tells its own number of heads, which is not {num_heads}; leave num_heads out"
+        )
     load_strictly(backbone.model, content.tensors, origin=str(path))
     set_image_size(backbone.model, content.image_size)
     origin = f"teacher of {path}" if path.is_dir() else f"backbone {path}"
@@ -145,8 +149,8 @@ def _require_timm_name(name: str) -> None:
 def _load_published(backbone: Backbone) -> None:
     """Fill a timm model with the weights timm publishes for it.
 
-    The classifier comes with them and is left out here: timm itself, asked for a model without one, would load without complaint
-    what is incomplete.
+    The classifier comes with them and is left out here: timm itself, asked for a model without one, would load without
+    complaint what is incomplete.
     """
     options = {key: value for key, value in backbone.timm_arguments.items() if key not in ("model_name", "num_classes")}
     name = backbone.timm_arguments["model_name"]

@@ -10,7 +10,9 @@ from massl.data.sources.base import DataError
 
 
 @settings(max_examples=30, deadline=None)
-@given(num_images=st.integers(1, 60), batch_size=st.integers(1, 60), seed=st.integers(0, 2**31), epoch=st.integers(0, 5))
+@given(
+    num_images=st.integers(1, 60), batch_size=st.integers(1, 60), seed=st.integers(0, 2**31), epoch=st.integers(0, 5)
+)
 def test_no_image_comes_twice_in_an_epoch(num_images: int, batch_size: int, seed: int, epoch: int) -> None:
     batch_size = min(batch_size, num_images)
     order = EpochOrder(num_images, batch_size, seed)

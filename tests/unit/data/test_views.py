@@ -29,15 +29,21 @@ def image_of(height: int, width: int, seed: int) -> Tensor:
     return (smooth.long() + noise).clamp(0, 255).byte()
 
 
-def draw_many(settings: ViewSettings, num_images: int = 4000, height: int = 375, width: int = 500, **keys: int) -> ViewParameters:
+def draw_many(
+    settings: ViewSettings, num_images: int = 4000, height: int = 375, width: int = 500, **keys: int
+) -> ViewParameters:
     sizes = torch.tensor([[height, width]]).expand(num_images, 2)
-    return draw_parameters(settings, sizes, torch.arange(num_images), seed=keys.get("seed", 0), epoch=keys.get("epoch", 0))
+    return draw_parameters(
+        settings, sizes, torch.arange(num_images), seed=keys.get("seed", 0), epoch=keys.get("epoch", 0)
+    )
 
 
 def largest_gap(first: Tensor, second: Tensor) -> float:
     """Kolmogorov and Smirnov's distance between two samples."""
     points = torch.cat([first, second])
-    return float(max(abs(float((first <= p).float().mean()) - float((second <= p).float().mean())) for p in points[::7]))
+    return float(
+        max(abs(float((first <= p).float().mean()) - float((second <= p).float().mean())) for p in points[::7])
+    )
 
 
 def test_every_choice_is_made_as_often_as_the_settings_say() -> None:
@@ -157,7 +163,10 @@ def test_views_of_an_image_are_bitwise_the_same_alone_and_elsewhere_in_a_batch()
 
 def test_views_in_another_dtype_are_those_in_float32_rounded_once() -> None:
     images = RaggedImages.from_list([image_of(60, 80, 0), image_of(32, 32, 1)])
-    exact, rounded = (make_views(images, torch.arange(2), SMALL, seed=0, epoch=0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (
+        make_views(images, torch.arange(2), SMALL, seed=0, epoch=0, dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
     for exact_group, rounded_group in zip(exact.groups(), rounded.groups(), strict=True):
         assert torch.equal(rounded_group, exact_group.bfloat16())
 
@@ -188,7 +197,10 @@ def test_each_setting_reaches_the_views_it_names_and_no_other() -> None:
     plain = views_with()
 
     def changed(**changes: Any) -> list[bool]:
-        return [not torch.allclose(view, before, atol=1e-4) for view, before in zip(views_with(**changes), plain, strict=True)]
+        return [
+            not torch.allclose(view, before, atol=1e-4)
+            for view, before in zip(views_with(**changes), plain, strict=True)
+        ]
 
     assert changed() == [False, False, False]
     assert changed(first_global_blur_probability=1.0) == [True, False, False]
@@ -210,7 +222,12 @@ def test_each_setting_reaches_the_views_it_names_and_no_other() -> None:
 
 
 def test_operations_come_in_the_order_grey_blur_solarise() -> None:
-    everything = {"grey_probability": 1.0, "second_global_blur_probability": 1.0, "solarise_probability": 1.0, "blur_sigma": (1.5, 1.5)}
+    everything = {
+        "grey_probability": 1.0,
+        "second_global_blur_probability": 1.0,
+        "solarise_probability": 1.0,
+        "blur_sigma": (1.5, 1.5),
+    }
     before, view = views_with(grey_probability=1.0)[1], views_with(**everything)[1]
     kernel_size = 13
     blurred = reference.gaussian_blur(before, [kernel_size, kernel_size], [1.5, 1.5])
@@ -250,7 +267,9 @@ def test_impossible_settings_are_refused_with_their_name(values: dict[str, Any],
 
 
 def assert_same_but_for_rounding(views: ViewBatch, expected: ViewBatch, settings: ViewSettings) -> None:
-    """Within 1.5 grey levels, of which solarising takes one where a pixel falls on the other side of its threshold, and 0.1 on average."""
+    """Within 1.5 grey levels, of which solarising takes one where a pixel falls on the other side of its threshold, and
+    0.1 on average.
+    """
     for group, expected_group in zip(views.groups(), expected.groups(), strict=True):
         assert group.shape == expected_group.shape
         in_levels = (group.cpu() - expected_group).abs() * torch.tensor(settings.std).view(3, 1, 1) * 255
@@ -259,7 +278,9 @@ def assert_same_but_for_rounding(views: ViewBatch, expected: ViewBatch, settings
 
 
 @pytest.mark.parametrize("blur_sigma", [(0.1, 2.0), (1.0, 9.0)])  # the second is too wide for the kernel
-def test_views_by_kernels_equal_those_of_image_ops(blur_sigma: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_by_kernels_equal_those_of_image_ops(
+    blur_sigma: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = SMALL.model_copy(update={"blur_sigma": blur_sigma, "global_size": 40})
     images = RaggedImages.from_list([image_of(30 + 10 * seed, 80, seed) for seed in range(4)]).slice(1, 4)
     expected = make_views(images, torch.arange(3), settings, seed=0, epoch=0)

@@ -26,10 +26,18 @@ from massl.nn.backbone import Backbone
 from massl.weights.models import LoadedModel
 
 
-def array(labels: list[int] | None, *, name: str = "set", class_names: tuple[str, ...] | None = ("ant", "bee", "cat")) -> ArraySource:
+def array(
+    labels: list[int] | None, *, name: str = "set", class_names: tuple[str, ...] | None = ("ant", "bee", "cat")
+) -> ArraySource:
     num_images = 2 if labels is None else len(labels)
     numbers = None if labels is None else np.array(labels)
-    return ArraySource(name=name, pixels=np.zeros((num_images, 16, 16), np.uint8), labels=numbers, class_names=class_names, key_prefix=name)
+    return ArraySource(
+        name=name,
+        pixels=np.zeros((num_images, 16, 16), np.uint8),
+        labels=numbers,
+        class_names=class_names,
+        key_prefix=name,
+    )
 
 
 def folder(root: Path, *classes: str, empty: tuple[str, ...] = ()) -> FolderSource:
@@ -40,7 +48,7 @@ def folder(root: Path, *classes: str, empty: tuple[str, ...] = ()) -> FolderSour
     return FolderSource(root, name=root.name)
 
 
-# ---- classes ----------------------------------------------------------------------------------------------------------------------------
+# ---- classes ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_number_of_classes_is_that_of_both_sources() -> None:
@@ -54,7 +62,9 @@ def test_a_class_without_test_images_is_no_obstacle() -> None:
 def test_sources_without_labels_are_refused() -> None:
     unlabelled = array(None, name="photos", class_names=None)
     for train, test in ((unlabelled, array([0, 1, 2])), (array([0, 1, 2]), unlabelled)):
-        with pytest.raises(DataError, match="photos has no labels; this protocol needs class folders or a labelled set"):
+        with pytest.raises(
+            DataError, match="photos has no labels; this protocol needs class folders or a labelled set"
+        ):
             require_same_classes(train, test)
 
 
@@ -67,7 +77,9 @@ def test_single_images_without_labels_are_counted() -> None:
 
 def test_classes_of_other_names_are_refused() -> None:
     with pytest.raises(DataError, match=r"class names of one and two differ: 'bee' stands against 'bat'$"):
-        require_same_classes(array([0, 1, 2], name="one"), array([0, 1, 2], name="two", class_names=("ant", "bat", "cat")))
+        require_same_classes(
+            array([0, 1, 2], name="one"), array([0, 1, 2], name="two", class_names=("ant", "bat", "cat"))
+        )
 
 
 def test_another_number_of_classes_is_refused() -> None:
@@ -77,14 +89,22 @@ def test_another_number_of_classes_is_refused() -> None:
 
 @pytest.mark.parametrize("empty_side", ["train", "test"])
 def test_a_class_folder_without_images_on_one_side_is_named(tmp_path: Path, empty_side: str) -> None:
-    full, short = folder(tmp_path / "full", "ant", "bee", "cat"), folder(tmp_path / "short", "ant", "cat", empty=("bee",))
+    full, short = (
+        folder(tmp_path / "full", "ant", "bee", "cat"),
+        folder(tmp_path / "short", "ant", "cat", empty=("bee",)),
+    )
     train, test = (short, full) if empty_side == "train" else (full, short)
-    with pytest.raises(DataError, match=r"has . classes, .*\. No images lie in these folders of short: bee; fill or remove them$"):
+    with pytest.raises(
+        DataError, match=r"has . classes, .*\. No images lie in these folders of short: bee; fill or remove them$"
+    ):
         require_same_classes(train, test)
 
 
 def test_class_folders_without_images_on_both_sides_are_named(tmp_path: Path) -> None:
-    train, test = folder(tmp_path / "train", "ant", "bee", empty=("cat",)), folder(tmp_path / "test", "ant", "cat", empty=("bee",))
+    train, test = (
+        folder(tmp_path / "train", "ant", "bee", empty=("cat",)),
+        folder(tmp_path / "test", "ant", "cat", empty=("bee",)),
+    )
     expected = r"'bee' stands against 'cat'. No images lie in these folders of train: cat; .* No images lie in these folders of test: bee;"
     with pytest.raises(DataError, match=expected):
         require_same_classes(train, test)
@@ -93,7 +113,9 @@ def test_class_folders_without_images_on_both_sides_are_named(tmp_path: Path) ->
 def test_of_many_empty_folders_the_first_few_are_named(tmp_path: Path) -> None:
     classes = tuple("abcdefgh")
     with pytest.raises(DataError, match=r"folders of train: c, d, e, f, g \.\.\.; fill"):
-        require_same_classes(folder(tmp_path / "train", "a", "b", empty=classes[2:]), folder(tmp_path / "test", *classes))
+        require_same_classes(
+            folder(tmp_path / "train", "a", "b", empty=classes[2:]), folder(tmp_path / "test", *classes)
+        )
 
 
 def test_a_folder_that_is_empty_on_both_sides_is_no_class(tmp_path: Path) -> None:
@@ -102,7 +124,9 @@ def test_a_folder_that_is_empty_on_both_sides_is_no_class(tmp_path: Path) -> Non
 
 
 def test_a_class_without_training_images_is_named() -> None:
-    with pytest.raises(DataError, match=r"few has no image of 1 of its 3 classes \(bee\); add some, or drop the classes and number"):
+    with pytest.raises(
+        DataError, match=r"few has no image of 1 of its 3 classes \(bee\); add some, or drop the classes and number"
+    ):
         require_same_classes(array([0, 2, 2], name="few"), array([0, 1, 2]))
 
 
@@ -132,19 +156,36 @@ def test_protocols_refuse_training_images_that_lack_a_class_before_they_read_any
 
 
 def _extractor_that_must_not_read() -> Extractor:
-    arguments: dict[str, Any] = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 0}
-    backbone = Backbone(timm.create_model("vit_tiny_patch16_224", **arguments), timm_arguments={"model_name": "tiny", **arguments})
+    arguments: dict[str, Any] = {
+        "img_size": 16,
+        "patch_size": 8,
+        "embed_dim": 16,
+        "depth": 4,
+        "num_heads": 2,
+        "num_classes": 0,
+    }
+    backbone = Backbone(
+        timm.create_model("vit_tiny_patch16_224", **arguments), timm_arguments={"model_name": "tiny", **arguments}
+    )
     model = LoadedModel(
-        backbone=backbone, name="tiny", origin="random", fingerprint="0", image_size=16, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5)
+        backbone=backbone,
+        name="tiny",
+        origin="random",
+        fingerprint="0",
+        image_size=16,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
     )
 
     def fail(what: str, done: int, total: int) -> None:
         raise AssertionError(f"{what} were read before the labels were looked at")
 
-    return Extractor(model=model, settings=ExtractionSettings(num_workers=0), device=torch.device("cpu"), cache=None, progress=fail)
+    return Extractor(
+        model=model, settings=ExtractionSettings(num_workers=0), device=torch.device("cpu"), cache=None, progress=fail
+    )
 
 
-# ---- labels and numbers -----------------------------------------------------------------------------------------------------------------
+# ---- labels and numbers ----------------------------------------------------------------------------------------------
 
 
 def test_labels_of_images_are_read_without_the_images(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from PIL import Image
 from massl.data.sources.base import DataError
 from massl.evaluations.datasets import DATASETS, PARTS, Layout, Split, look_up, missing_data, open_data
 
-# Numbers of training images, test images and classes as the papers of the sets and torchvision's documentation give them.
+# Numbers of training images, test images and classes as the papers of the sets and torchvision's documentation give
+# them.
 PUBLISHED_SIZES = {
     "ImageNet": (1281167, 50000, 1000),
     "ImageNet-1%": (12811, 50000, 1000),
@@ -102,7 +103,10 @@ def test_a_missing_set_is_described_by_its_files_and_the_way_to_get_them(name: s
 def test_what_torchvision_can_fetch_comes_with_the_command_and_what_it_cannot_without(tmp_path: Path) -> None:
     pets = missing_data("Pets", Path("/my data"))
     assert pets is not None
-    assert "from torchvision.datasets import OxfordIIITPet; OxfordIIITPet('/my data', split='trainval', download=True); " in pets
+    assert (
+        "from torchvision.datasets import OxfordIIITPet; OxfordIIITPet('/my data', split='trainval', download=True); "
+        in pets
+    )
     cifar = missing_data("CIFAR-10", Path("/d"))
     assert cifar is not None
     assert "CIFAR10('/d', train=True, download=True); CIFAR10('/d', train=False, download=True)" in cifar

@@ -18,7 +18,7 @@ from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Norma
 
 from massl import distributed
 from massl.config import MasslError, RecipeError
-from massl.data.evaluation_views import CentreView, SquareView, StoredView, ThumbnailView
+from massl.data.evaluation.views import CentreView, SquareView, StoredView, ThumbnailView
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError, EncodedImage, ImageSource
 from massl.data.sources.folder import FolderSource
@@ -33,14 +33,23 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
 
 def tiny_model(*, change: float = 0.0) -> LoadedModel:
-    arguments: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2, "num_classes": 0}
+    arguments: dict[str, Any] = {
+        "img_size": 32,
+        "patch_size": 8,
+        "embed_dim": 32,
+        "depth": 4,
+        "num_heads": 2,
+        "num_classes": 0,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = timm.create_model("vit_tiny_patch16_224", **arguments)
     model.blocks[1].attn.proj.weight.data[3, 5] += change
     backbone = Backbone(model, timm_arguments={"model_name": "vit_tiny_patch16_224", **arguments}).eval()
     fingerprint = model_fingerprint(model, arguments=backbone.timm_arguments)
-    return LoadedModel(backbone=backbone, name="tiny", origin="random", fingerprint=fingerprint, image_size=32, mean=MEAN, std=STD)
+    return LoadedModel(
+        backbone=backbone, name="tiny", origin="random", fingerprint=fingerprint, image_size=32, mean=MEAN, std=STD
+    )
 
 
 @pytest.fixture
@@ -98,13 +107,14 @@ def forbid(backbone: Backbone) -> None:
 
 def by_hand(extractor: Extractor, root: Path, keys: list[str]) -> Tensor:
     """Class tokens of the plain timm model on images as torchvision prepares them."""
-    transform = Compose([Resize(37, InterpolationMode.BICUBIC), CenterCrop(32), ToTensor(), Normalize(MEAN, STD)])  # 32 / 0.875 = 36.6
+    # 32 / 0.875 = 36.6
+    transform = Compose([Resize(37, InterpolationMode.BICUBIC), CenterCrop(32), ToTensor(), Normalize(MEAN, STD)])
     with torch.inference_mode():
         images = torch.stack([transform(Image.open(root / key)) for key in keys])
         return extractor.model.backbone.model(images)
 
 
-# ---- the features -----------------------------------------------------------------------------------------------------------------------
+# ---- the features ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 256])
@@ -116,7 +126,9 @@ def test_features_are_those_of_the_plain_model_on_torchvision_transforms(
     extractor = replace(extractor, settings=ExtractionSettings(batch_size=batch_size, num_workers=num_workers))
     found = extractor.features(FolderSource(root, name="pictures"), view=VIEW, feature="cls")
     expected = by_hand(
-        extractor, root, [*(f"even/{number}.png" for number in (0, 2, 4, 6)), *(f"odd/{number}.png" for number in (1, 3, 5))]
+        extractor,
+        root,
+        [*(f"even/{number}.png" for number in (0, 2, 4, 6)), *(f"odd/{number}.png" for number in (1, 3, 5))],
     )
     assert found.labels.tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert found.name == "pictures"
@@ -145,13 +157,19 @@ def test_images_that_keep_their_own_sizes_come_out_in_order(extractor: Extractor
     source = FolderSource(root, name="pictures")
     for view in (StoredView(), ThumbnailView(max_side=48)):
         together = extractor.features(source, view=view, feature="cls").rows
-        alone = replace(extractor, settings=ExtractionSettings(num_workers=0, batch_size=1)).features(source, view=view, feature="cls").rows
+        alone = (
+            replace(extractor, settings=ExtractionSettings(num_workers=0, batch_size=1))
+            .features(source, view=view, feature="cls")
+            .rows
+        )
         torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_the_evaluation_view_is_of_the_models_size_and_the_chosen_ratio(extractor: Extractor) -> None:
     assert extractor.centre_view() == CentreView(size=32, crop_ratio=0.875, filter="bicubic")
-    assert replace(extractor, crop_ratio=1.0).centre_view(filter="bilinear") == CentreView(size=32, crop_ratio=1.0, filter="bilinear")
+    assert replace(extractor, crop_ratio=1.0).centre_view(filter="bilinear") == CentreView(
+        size=32, crop_ratio=1.0, filter="bilinear"
+    )
 
 
 def test_narrow_numbers_are_computed_where_they_are_asked_for(extractor: Extractor) -> None:
@@ -162,14 +180,20 @@ def test_narrow_numbers_are_computed_where_they_are_asked_for(extractor: Extract
 
 
 def test_an_unknown_feature_is_refused_with_a_suggestion(extractor: Extractor) -> None:
-    with pytest.raises(EvaluationError, match=r"there is no feature 'cls_last'. Did you mean 'cls_last4'\? Known: cls, pooled, cls_last4"):
+    with pytest.raises(
+        EvaluationError,
+        match=r"there is no feature 'cls_last'. Did you mean 'cls_last4'\? Known: cls, pooled, cls_last4",
+    ):
         replace(extractor, feature="cls_last").features(array(1), view=VIEW, feature="cls")
 
 
 def test_the_users_feature_is_read_instead_of_the_protocols(extractor: Extractor) -> None:
     chosen = replace(extractor, feature="cls_mean")
     assert (extractor.chosen_feature("cls"), chosen.chosen_feature("cls")) == ("cls", "cls_mean")
-    found, expected = chosen.features(array(2), view=VIEW, feature="cls"), extractor.features(array(2), view=VIEW, feature="cls_mean")
+    found, expected = (
+        chosen.features(array(2), view=VIEW, feature="cls"),
+        extractor.features(array(2), view=VIEW, feature="cls_mean"),
+    )
     assert found.rows.shape == (2, 64)
     assert torch.equal(found.rows, expected.rows)
 
@@ -223,8 +247,12 @@ def test_reading_ahead_does_not_read_the_set_again(extractor: Extractor) -> None
 
 def test_features_that_are_not_finite_are_refused_and_not_kept(tmp_path: Path) -> None:
     settings = ExtractionSettings(num_workers=0)
-    broken = Extractor(model=tiny_model(change=float("nan")), settings=settings, device=torch.device("cpu"), cache=tmp_path)
-    with pytest.raises(EvaluationError, match="features of 3 of 3 images of noise are not finite; the weights are damaged"):
+    broken = Extractor(
+        model=tiny_model(change=float("nan")), settings=settings, device=torch.device("cpu"), cache=tmp_path
+    )
+    with pytest.raises(
+        EvaluationError, match="features of 3 of 3 images of noise are not finite; the weights are damaged"
+    ):
         broken.features(array(3), view=VIEW, feature="cls")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
@@ -239,17 +267,19 @@ def test_decoding_on_a_gpu_that_is_not_there_is_refused(extractor: Extractor) ->
         replace(extractor, settings=ExtractionSettings(decoder="gpu")).features(array(1), view=VIEW, feature="cls")
 
 
-# ---- progress ---------------------------------------------------------------------------------------------------------------------------
+# ---- progress --------------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_told_after_each_batch_and_ends_at_the_total(extractor: Extractor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told_after_each_batch_and_ends_at_the_total(
+    extractor: Extractor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(features, "_PART_SIZE", 6)
     told: list[tuple[str, int, int]] = []
     replace(extractor, progress=lambda *news: told.append(news)).features(array(11), view=VIEW, feature="cls")
     assert told == [("features of noise", done, 11) for done in (4, 6, 10, 11)]
 
 
-# ---- the cache --------------------------------------------------------------------------------------------------------------------------
+# ---- the cache -------------------------------------------------------------------------------------------------------
 
 
 def kept_files(cache: Path) -> list[Path]:
@@ -276,7 +306,12 @@ def test_without_a_cache_nothing_is_kept(extractor: Extractor) -> None:
 
 def test_whatever_decides_a_feature_is_part_of_its_key(extractor: Extractor) -> None:
     def key(
-        *, extractor: Extractor = extractor, source: ImageSource | None = None, view: Any = VIEW, feature: str = "cls", **settings: Any
+        *,
+        extractor: Extractor = extractor,
+        source: ImageSource | None = None,
+        view: Any = VIEW,
+        feature: str = "cls",
+        **settings: Any,
     ) -> str:
         changed = replace(extractor, settings=ExtractionSettings(**settings))
         return changed.cache_key(source or array(4), view, feature)
@@ -308,7 +343,9 @@ def test_whatever_decides_a_feature_is_part_of_its_key(extractor: Extractor) -> 
     ]
     assert len(set(keys)) == len(keys)
     assert key(extractor=replace(extractor, model=tiny_model()), source=array(4), view=CentreView(size=32)) == keys[0]
-    assert key(batch_size=7, num_workers=3, worker_kind="processes") == keys[0], "how images are read decides no feature"
+    assert key(batch_size=7, num_workers=3, worker_kind="processes") == keys[0], (
+        "how images are read decides no feature"
+    )
 
 
 def test_a_rewritten_file_of_the_same_size_and_time_is_extracted_anew(extractor: Extractor, tmp_path: Path) -> None:
@@ -350,7 +387,9 @@ def test_an_extraction_that_was_stopped_goes_on_after_the_parts_that_are_done(
     assert torch.equal(extractor.features(array(11), view=VIEW, feature="cls").rows, continued.rows)
 
 
-def test_what_was_written_by_half_is_never_read(extractor: Extractor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_written_by_half_is_never_read(
+    extractor: Extractor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     extractor = replace(extractor, cache=tmp_path)
     save_file = safetensors.torch.save_file
 
@@ -366,7 +405,8 @@ def test_what_was_written_by_half_is_never_read(extractor: Extractor, tmp_path: 
     assert kept_files(tmp_path) == []
     monkeypatch.undo()
     folder = tmp_path / extractor.cache_key(array(5), VIEW, "cls")
-    for name in ("000000000.unfinished", "000000000.elsewhere-7.unfinished"):  # of processes that had no time to clean up
+    # of processes that had no time to clean up
+    for name in ("000000000.unfinished", "000000000.elsewhere-7.unfinished"):
         (folder / name).write_bytes(b"half")
     counter = Counter(extractor.model.backbone)
     expected = replace(extractor, cache=None).features(array(5), view=VIEW, feature="cls")
@@ -381,7 +421,9 @@ def test_two_evaluations_that_keep_the_same_features_write_different_files(
     """Else one could rename the file that the other has just begun to write."""
     written: list[Path] = []
     save_file = safetensors.torch.save_file
-    monkeypatch.setattr(features.safetensors.torch, "save_file", lambda tensors, path: (written.append(path), save_file(tensors, path)))
+    monkeypatch.setattr(
+        features.safetensors.torch, "save_file", lambda tensors, path: (written.append(path), save_file(tensors, path))
+    )
     for cache, process in (("first", 1), ("second", 2)):
         monkeypatch.setattr(os, "getpid", lambda number=process: number)
         replace(extractor, cache=tmp_path / cache).features(array(2), view=VIEW, feature="cls")
@@ -389,17 +431,23 @@ def test_two_evaluations_that_keep_the_same_features_write_different_files(
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-10], lambda data: b"", lambda data: b"\xff" * len(data)])
-def test_a_damaged_file_is_refused_with_advice(extractor: Extractor, tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_file_is_refused_with_advice(
+    extractor: Extractor, tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
     extractor = replace(extractor, cache=tmp_path)
     extractor.features(array(5), view=VIEW, feature="cls")
     (file,) = kept_files(tmp_path)
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(EvaluationError, match=r"000000000\.safetensors is damaged .*; delete it, and it will be computed again"):
+    with pytest.raises(
+        EvaluationError, match=r"000000000\.safetensors is damaged .*; delete it, and it will be computed again"
+    ):
         extractor.features(array(5), view=VIEW, feature="cls")
 
 
 @pytest.mark.parametrize("tensors", [{"other": torch.zeros(5, 32)}, {"rows": torch.zeros(4, 32)}])
-def test_a_file_that_holds_something_else_is_refused_with_advice(extractor: Extractor, tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+def test_a_file_that_holds_something_else_is_refused_with_advice(
+    extractor: Extractor, tmp_path: Path, tensors: dict[str, Tensor]
+) -> None:
     extractor = replace(extractor, cache=tmp_path)
     extractor.features(array(5), view=VIEW, feature="cls")
     (file,) = kept_files(tmp_path)
@@ -411,11 +459,13 @@ def test_a_file_that_holds_something_else_is_refused_with_advice(extractor: Extr
 
 def test_a_cache_that_cannot_be_written_is_refused_with_advice(extractor: Extractor, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(EvaluationError, match=r"features cannot be kept at .*; make room there, or choose another folder"):
+    with pytest.raises(
+        EvaluationError, match=r"features cannot be kept at .*; make room there, or choose another folder"
+    ):
         replace(extractor, cache=tmp_path / "file").features(array(2), view=VIEW, feature="cls")
 
 
-# ---- several processes ------------------------------------------------------------------------------------------------------------------
+# ---- several processes -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -495,7 +545,9 @@ def test_several_processes_join_the_rows_of_a_single_one(
     assert all(isinstance(result, LabelledFeatures) for result in ranks.run(work)), "all read what the first has kept"
 
 
-def test_what_stops_one_process_stops_all_with_its_reason(extractor: Extractor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_stops_one_process_stops_all_with_its_reason(
+    extractor: Extractor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     root = folder_of_pictures(tmp_path / "pictures", [(40, 40)] * 6)
     (root / "odd" / "5.png").write_bytes(b"no image")  # in the share of the last
     ranks = Ranks(3)
@@ -521,7 +573,9 @@ def test_trouble_of_one_process_with_the_cache_stops_all(
             (cache / key).mkdir(parents=True)
             safetensors.torch.save_file({"rows": torch.zeros(4, 32)}, cache / key / "000000000.safetensors")
         (caches[1] / key / "000000000.safetensors").write_bytes(b"")
-    results = ranks.run(lambda rank: replace(extractor, cache=caches[rank]).features(array(4), view=VIEW, feature="cls"))
+    results = ranks.run(
+        lambda rank: replace(extractor, cache=caches[rank]).features(array(4), view=VIEW, feature="cls")
+    )
     expected = "cannot be kept" if problem == "cannot be written" else "delete it"
     assert all(isinstance(result, EvaluationError) and expected in str(result) for result in results), results
 
@@ -534,7 +588,9 @@ def test_only_the_main_process_writes_and_what_one_lacks_all_compute(
     caches = [tmp_path / "0", tmp_path / "1"]  # as on machines that share no disk
     counter = Counter(extractor.model.backbone)
     for num_images in (4, 8):
-        results = ranks.run(lambda rank: replace(extractor, cache=caches[rank]).features(array(4), view=VIEW, feature="cls"))
+        results = ranks.run(
+            lambda rank: replace(extractor, cache=caches[rank]).features(array(4), view=VIEW, feature="cls")
+        )
         assert all(isinstance(result, LabelledFeatures) for result in results)
         assert counter.num_images == num_images
     assert [len(kept_files(cache)) for cache in caches] == [1, 0]

@@ -44,13 +44,15 @@ def file_with(folder: Path, *rows: ResultRow) -> Path:
     return path
 
 
-# ---- a row ---------------------------------------------------------------------------------------------------------------------------
+# ---- a row -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["value", "seconds"])
 def test_what_is_no_number_is_refused_by_name(name: str, value: float) -> None:
-    with pytest.raises(EvaluationError, match=rf"knn on Pets, k=20, top1: the {name} is (nan|-?inf), which is no result"):
+    with pytest.raises(
+        EvaluationError, match=rf"knn on Pets, k=20, top1: the {name} is (nan|-?inf), which is no result"
+    ):
         result(**{name: value})
 
 
@@ -68,7 +70,7 @@ def test_a_new_row_knows_when_and_by_what_it_was_made() -> None:
     assert row.version[0].isdigit()
 
 
-# ---- writing and reading -------------------------------------------------------------------------------------------------------------
+# ---- writing and reading ---------------------------------------------------------------------------------------------
 
 
 def test_rows_come_back_as_they_were_in_the_order_they_were_written(tmp_path: Path) -> None:
@@ -80,7 +82,10 @@ def test_rows_come_back_as_they_were_in_the_order_they_were_written(tmp_path: Pa
 
 def test_every_line_is_a_json_object_of_its_own(tmp_path: Path) -> None:
     path = file_with(tmp_path, result(), result(metric="top5"))
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [asdict(result()), asdict(result(metric="top5"))]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        asdict(result()),
+        asdict(result(metric="top5")),
+    ]
 
 
 def test_without_a_file_there_are_no_rows_and_none_is_made(tmp_path: Path) -> None:
@@ -91,7 +96,9 @@ def test_without_a_file_there_are_no_rows_and_none_is_made(tmp_path: Path) -> No
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(num_bytes=st.integers(min_value=0), reads_before=st.booleans())
-def test_a_file_cut_off_anywhere_keeps_its_whole_rows_and_takes_new_ones(tmp_path: Path, num_bytes: int, reads_before: bool) -> None:
+def test_a_file_cut_off_anywhere_keeps_its_whole_rows_and_takes_new_ones(
+    tmp_path: Path, num_bytes: int, reads_before: bool
+) -> None:
     path = tmp_path / "results.jsonl"
     path.unlink(missing_ok=True)
     rows = [result(), result(setting="k=10"), result(setting="k=100")]
@@ -127,7 +134,10 @@ def test_a_last_row_that_lacks_only_its_line_break_counts(tmp_path: Path) -> Non
         ("3", "it lacks protocol, data"),
         ("null", "it lacks protocol, data"),
         ('{"protocol": "knn"}', "it lacks data, setting"),
-        (json.dumps({key: value for key, value in asdict(result()).items() if key != "created"}), r"it lacks created\)"),
+        (
+            json.dumps({key: value for key, value in asdict(result()).items() if key != "created"}),
+            r"it lacks created\)",
+        ),
         (json.dumps({**asdict(result()), "colour": "red"}), "colour"),
         (json.dumps({**asdict(result()), "value": "91"}), "value: .*valid number"),
         (json.dumps({**asdict(result()), "num_samples": 1.5}), "num_samples"),
@@ -149,7 +159,9 @@ def test_empty_lines_do_no_harm(tmp_path: Path) -> None:
     assert read_rows(path) == [result()]
 
 
-def test_a_write_that_fails_leaves_none_of_its_rows_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_none_of_its_rows_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = file_with(tmp_path, result())
     before = path.read_bytes()
 
@@ -177,7 +189,11 @@ def test_a_write_that_is_under_way_is_waited_for_and_not_taken_for_a_crash(tmp_p
         with path.open("ab", buffering=0) as writer:
             fcntl.flock(writer, fcntl.LOCK_EX)
             writer.write(line[:50])
-            pending = pool.submit(read_rows, path) if work == "read" else pool.submit(append_rows, path, [result(metric="top3")])
+            pending = (
+                pool.submit(read_rows, path)
+                if work == "read"
+                else pool.submit(append_rows, path, [result(metric="top3")])
+            )
             with pytest.raises(TimeoutError):
                 pending.result(timeout=0.2)
             writer.write(line[50:])
@@ -187,7 +203,7 @@ def test_a_write_that_is_under_way_is_waited_for_and_not_taken_for_a_crash(tmp_p
     assert found == (rows if work == "read" else None)
 
 
-# ---- the newest ----------------------------------------------------------------------------------------------------------------------
+# ---- the newest ------------------------------------------------------------------------------------------------------
 
 
 def test_the_latest_of_equal_rows_counts_wherever_it_stands() -> None:
@@ -200,7 +216,10 @@ def test_of_rows_of_one_second_the_last_counts() -> None:
 
 
 def test_times_are_compared_as_times_not_as_text() -> None:
-    early, late = result(value=1.0, created="2024-07-21T12:00:00Z"), result(value=2.0, created="2024-07-21T12:00:00.500000+00:00")
+    early, late = (
+        result(value=1.0, created="2024-07-21T12:00:00Z"),
+        result(value=2.0, created="2024-07-21T12:00:00.500000+00:00"),
+    )
     assert newest([late, early]) == [late]
 
 
@@ -216,5 +235,9 @@ def test_a_new_name_for_the_same_weights_replaces_the_old_row(name: str) -> None
 
 
 def test_a_newer_row_takes_the_place_of_the_older_one() -> None:
-    rows = [result(setting="k=10"), result(setting="k=20"), replace(result(setting="k=10"), created="2025-01-01T00:00:00+00:00")]
+    rows = [
+        result(setting="k=10"),
+        result(setting="k=20"),
+        replace(result(setting="k=10"), created="2025-01-01T00:00:00+00:00"),
+    ]
     assert newest(rows) == [rows[2], rows[1]]

@@ -13,18 +13,23 @@ from massl.nn.heads import HeadSettings
 from massl.ops.partition_loss import imbalance, reference_partition_terms
 
 HYPER = StepHyper(step=3, epoch=0, learning_rate=0.1, weight_decay=0.0, own={"momentum": 0.75})
-SETTINGS = CARPSettings(head=HeadSettings(hidden_dim=16, out_dim=8), prototypes=PartitionSettings(num_prototypes=26, block_size=8))
+SETTINGS = CARPSettings(
+    head=HeadSettings(hidden_dim=16, out_dim=8), prototypes=PartitionSettings(num_prototypes=26, block_size=8)
+)
 PLAN = TrainingPlan(num_images=100, batch_size=4, num_parts=1, views=ViewSettings())
 
 
 def backbone_settings(drop_path_rate: float = 0.0) -> BackboneSettings:
     options: dict[str, int | float | bool | str] = {"embed_dim": 16, "depth": 2, "num_heads": 2}
-    return BackboneSettings(name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=drop_path_rate, timm_options=options)
+    return BackboneSettings(
+        name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=drop_path_rate, timm_options=options
+    )
 
 
 def tiny_method(*, seed: int = 0, drop_path_rate: float = 0.0) -> CARP:
     method = CARP(SETTINGS, backbone_settings(drop_path_rate), seed=seed)
-    with torch.no_grad():  # as after some training: student and teacher differ, and embeddings of different images do too
+    # as after some training: student and teacher differ, and embeddings of different images do too
+    with torch.no_grad():
         for position, parameter in enumerate(method.parameters()):
             if not torch.equal(parameter, torch.ones(26, 1)):  # lengths of prototypes stay 1
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(position)))
@@ -175,7 +180,11 @@ def test_under_bf16_autocast_the_loss_is_nearly_that_of_float32() -> None:
 def test_scalar_tensors_serve_as_schedule_values() -> None:
     method, batch = tiny_method(), views()
     tensors = StepHyper(
-        step=torch.tensor(3), epoch=0, learning_rate=torch.tensor(0.1), weight_decay=0.0, own={"momentum": torch.tensor(0.75).double()}
+        step=torch.tensor(3),
+        epoch=0,
+        learning_rate=torch.tensor(0.1),
+        weight_decay=0.0,
+        own={"momentum": torch.tensor(0.75).double()},
     )
     assert torch.equal(method(batch, tensors).loss, method(batch, HYPER).loss)
     other = tiny_method()
@@ -244,7 +253,11 @@ def test_a_block_larger_than_all_prototypes_is_refused() -> None:
 
 def test_settings_start_with_the_authors_values() -> None:
     settings = CARPSettings()
-    assert (settings.prototypes.num_prototypes, settings.prototypes.block_size, settings.teacher.momentum) == (65_536, 512, 0.99)
+    assert (settings.prototypes.num_prototypes, settings.prototypes.block_size, settings.teacher.momentum) == (
+        65_536,
+        512,
+        0.99,
+    )
     assert (settings.head.num_layers, settings.head.hidden_dim, settings.head.out_dim) == (3, 2048, 256)
     (ramp,) = settings.ramps().values()
     assert (ramp.start, ramp.end, ramp.epochs) == (0.99, 1.0, None)

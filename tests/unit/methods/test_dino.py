@@ -11,10 +11,12 @@ from massl.nn.backbone import BackboneSettings
 from massl.nn.heads import HeadSettings
 from massl.nn.prototypes import PrototypeSettings
 from massl.ops.prototype_attention import cross_view_weights, reference_prototype_loss
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.step import TrainingStep
 
-HYPER = StepHyper(step=3, epoch=0, learning_rate=0.01, weight_decay=0.1, own={"momentum": 0.75, "teacher_temperature": 0.05})
+HYPER = StepHyper(
+    step=3, epoch=0, learning_rate=0.01, weight_decay=0.1, own={"momentum": 0.75, "teacher_temperature": 0.05}
+)
 BACKBONE = BackboneSettings(
     name="vit_tiny_patch16_224",
     image_size=8,
@@ -24,13 +26,16 @@ BACKBONE = BackboneSettings(
 )
 
 
-def tiny_method(*, seed: int = 0, drop_path_rate: float = 0.0, unit_length: bool = True, frozen_epochs: int = 1) -> DINO:
+def tiny_method(
+    *, seed: int = 0, drop_path_rate: float = 0.0, unit_length: bool = True, frozen_epochs: int = 1
+) -> DINO:
     settings = DINOSettings(
         head=HeadSettings(hidden_dim=16, out_dim=8),
         prototypes=PrototypeSettings(num_prototypes=24, unit_length=unit_length, frozen_epochs=frozen_epochs),
     )
     method = DINO(settings, BACKBONE.model_copy(update={"drop_path_rate": drop_path_rate}), seed=seed)
-    with torch.no_grad():  # as after some training: student and teacher differ, and embeddings of different images do too
+    # as after some training: student and teacher differ, and embeddings of different images do too
+    with torch.no_grad():
         for position, parameter in enumerate(method.parameters()):
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(position)))
         method.centre.value.normal_(std=0.1, generator=torch.Generator().manual_seed(99))
@@ -49,7 +54,9 @@ def views(num_images: int = 4, *, with_local: bool = True, first: int = 100) -> 
 def part(batch: ViewBatch, images: slice) -> ViewBatch:
     assert batch.local_views is not None
     return ViewBatch(
-        global_views=batch.global_views[:, images], local_views=batch.local_views[:, images], image_indices=batch.image_indices[images]
+        global_views=batch.global_views[:, images],
+        local_views=batch.local_views[:, images],
+        image_indices=batch.image_indices[images],
     )
 
 
@@ -67,8 +74,12 @@ def test_the_loss_compares_all_views_with_the_teachers_global_ones_over_the_prot
     method, batch = tiny_method(), views(with_local=with_local)
     with torch.no_grad():
         loss = method(batch, HYPER).loss
-        student = torch.stack([method.student.head(method.student.backbone(view).pooled) for group in batch.groups() for view in group])
-        teacher = torch.stack([method.teacher.head(method.teacher.backbone(view).pooled) for view in batch.global_views])
+        student = torch.stack(
+            [method.student.head(method.student.backbone(view).pooled) for group in batch.groups() for view in group]
+        )
+        teacher = torch.stack(
+            [method.teacher.head(method.teacher.backbone(view).pooled) for view in batch.global_views]
+        )
         expected = reference_prototype_loss(
             student,
             teacher,
@@ -109,7 +120,11 @@ def test_the_student_and_its_prototypes_learn_and_the_teacher_gets_no_gradient(u
         assert parameter.grad is not None
         assert parameter.grad.abs().max() > 0
     assert (method.student_prototypes.lengths.grad is None) == unit_length
-    assert not any(parameter.requires_grad for module in (method.teacher, method.teacher_prototypes) for parameter in module.parameters())
+    assert not any(
+        parameter.requires_grad
+        for module in (method.teacher, method.teacher_prototypes)
+        for parameter in module.parameters()
+    )
     assert not output.carry["teacher_embeddings"].requires_grad
 
 
@@ -148,7 +163,9 @@ def test_prototypes_stand_still_in_the_first_epochs_and_move_afterwards() -> Non
 
 
 def test_student_and_teacher_start_equal_and_the_seed_alone_decides_them() -> None:
-    settings = DINOSettings(head=HeadSettings(hidden_dim=16, out_dim=8), prototypes=PrototypeSettings(num_prototypes=24))
+    settings = DINOSettings(
+        head=HeadSettings(hidden_dim=16, out_dim=8), prototypes=PrototypeSettings(num_prototypes=24)
+    )
     torch.manual_seed(1)
     first = DINO(settings, BACKBONE, seed=4)
     torch.manual_seed(2)
@@ -163,7 +180,13 @@ def test_student_and_teacher_start_equal_and_the_seed_alone_decides_them() -> No
 
 def test_what_is_saved_holds_student_teacher_prototypes_and_centre() -> None:
     keys = tiny_method().state_dict().keys()
-    assert {key.split(".")[0] for key in keys} == {"student", "teacher", "student_prototypes", "teacher_prototypes", "centre"}
+    assert {key.split(".")[0] for key in keys} == {
+        "student",
+        "teacher",
+        "student_prototypes",
+        "teacher_prototypes",
+        "centre",
+    }
 
 
 def test_a_run_continued_from_its_state_is_that_of_an_uninterrupted_one_bit_for_bit() -> None:
@@ -187,7 +210,10 @@ def test_a_run_continued_from_its_state_is_that_of_an_uninterrupted_one_bit_for_
 
 def test_two_parts_of_a_batch_combine_to_the_output_of_the_whole() -> None:
     method, batch = tiny_method(drop_path_rate=0.3), views(8)
-    whole, combined = method(batch, HYPER), combine([method(part(batch, images), HYPER) for images in (slice(0, 4), slice(4, 8))])
+    whole, combined = (
+        method(batch, HYPER),
+        combine([method(part(batch, images), HYPER) for images in (slice(0, 4), slice(4, 8))]),
+    )
     torch.testing.assert_close(combined.loss, whole.loss.detach())
     torch.testing.assert_close(combined.carry["teacher_embeddings"], whole.carry["teacher_embeddings"])
 
@@ -205,7 +231,9 @@ def test_under_bf16_autocast_the_loss_is_nearly_that_of_float32_and_the_state_st
 def test_schedule_values_may_be_tensors_as_a_recorded_step_needs() -> None:
     numbers, tensors = tiny_method(), tiny_method()
     own = {name: torch.tensor(value, dtype=torch.float64) for name, value in HYPER.own.items()}
-    hyper = StepHyper(step=torch.tensor(3), epoch=0, learning_rate=torch.tensor(0.01), weight_decay=torch.tensor(0.1), own=own)
+    hyper = StepHyper(
+        step=torch.tensor(3), epoch=0, learning_rate=torch.tensor(0.01), weight_decay=torch.tensor(0.1), own=own
+    )
     for method, given in ((numbers, HYPER), (tensors, hyper)):
         method.after_step(method(views(), given), given)
     for key, value in numbers.state_dict().items():
@@ -222,7 +250,9 @@ def test_the_teachers_backbone_is_evaluated_and_its_use_of_prototypes_is_watched
         shares = ((embeddings @ method.teacher_prototypes().T - method.centre.value) / 0.05).softmax(dim=-1)
     assert health.keys() == {"embedding_spread", "teacher_entropy", "prototype_entropy", "prototype_winner_share"}
     assert health["teacher_entropy"] == pytest.approx(-(shares * shares.log()).sum(dim=-1).mean().item(), rel=1e-4)
-    assert health["embedding_spread"] == pytest.approx(math.sqrt(1 - embeddings.mean(dim=0).square().sum().item()), rel=1e-4)
+    assert health["embedding_spread"] == pytest.approx(
+        math.sqrt(1 - embeddings.mean(dim=0).square().sum().item()), rel=1e-4
+    )
     assert method.collapse_signs({**health, "prototype_entropy": 0.0}) != []
     plan = TrainingPlan(num_images=23, batch_size=4, num_parts=1, views=ViewSettings())
     assert len(method.cautions(plan)) == 1

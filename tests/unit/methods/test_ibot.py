@@ -12,10 +12,12 @@ from massl.nn.backbone import BackboneSettings
 from massl.nn.heads import HeadSettings
 from massl.ops.block_masks import block_masks
 from massl.ops.prototype_attention import cross_view_weights, reference_prototype_loss
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.step import TrainingStep
 
-HYPER = StepHyper(step=3, epoch=0, learning_rate=0.01, weight_decay=0.1, own={"momentum": 0.75, "teacher_temperature": 0.05})
+HYPER = StepHyper(
+    step=3, epoch=0, learning_rate=0.01, weight_decay=0.1, own={"momentum": 0.75, "teacher_temperature": 0.05}
+)
 BACKBONE = BackboneSettings(
     name="vit_tiny_patch16_224",
     image_size=16,
@@ -25,14 +27,17 @@ BACKBONE = BackboneSettings(
 )
 
 
-def tiny_method(*, seed: int = 0, drop_path_rate: float = 0.0, unit_length: bool = True, frozen_epochs: int = 1) -> IBOT:
+def tiny_method(
+    *, seed: int = 0, drop_path_rate: float = 0.0, unit_length: bool = True, frozen_epochs: int = 1
+) -> IBOT:
     settings = IBOTSettings(
         head=HeadSettings(hidden_dim=16, out_dim=8),
         prototypes=SharedPrototypeSettings(num_prototypes=24, unit_length=unit_length, frozen_epochs=frozen_epochs),
         masks=MaskSettings(ratios=(0.0, 0.4), ratio_variances=(0.0, 0.2)),
     )
     method = IBOT(settings, BACKBONE.model_copy(update={"drop_path_rate": drop_path_rate}), seed=seed)
-    with torch.no_grad():  # as after some training: student and teacher differ, and embeddings of different images do too
+    # as after some training: student and teacher differ, and embeddings of different images do too
+    with torch.no_grad():
         for position, parameter in enumerate(method.parameters()):
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(position)))
         for number, centre in enumerate((method.centre, method.patch_centre)):
@@ -52,14 +57,18 @@ def views(num_images: int = 4, *, with_local: bool = True, first: int = 100) -> 
 def part(batch: ViewBatch, images: slice) -> ViewBatch:
     assert batch.local_views is not None
     return ViewBatch(
-        global_views=batch.global_views[:, images], local_views=batch.local_views[:, images], image_indices=batch.image_indices[images]
+        global_views=batch.global_views[:, images],
+        local_views=batch.local_views[:, images],
+        image_indices=batch.image_indices[images],
     )
 
 
 def masks_of(method: IBOT, batch: ViewBatch) -> Tensor:  # -> [G, B, N]
     masks = method.settings.masks
     key = (method.seed, "patch masks", HYPER.step)
-    return block_masks(key, batch.image_indices, num_views=2, grid=(4, 4), ratios=masks.ratios, ratio_variances=masks.ratio_variances)
+    return block_masks(
+        key, batch.image_indices, num_views=2, grid=(4, 4), ratios=masks.ratios, ratio_variances=masks.ratio_variances
+    )
 
 
 def state_of(method: IBOT) -> dict[str, Tensor]:
@@ -81,8 +90,13 @@ def test_the_class_loss_is_that_of_dino_on_a_student_whose_global_views_are_mask
         for view, mask in zip(batch.global_views, masks, strict=True):
             pooled, _ = method.student.backbone.class_and_patches([view], masks=mask, mask_token=method.mask_token[0])
             student.append(method.student.head(pooled))
-        student += [method.student.head(method.student.backbone(view).pooled) for view in (batch.groups()[1] if with_local else [])]
-        teacher = torch.stack([method.teacher.head(method.teacher.backbone(view).pooled) for view in batch.global_views])
+        student += [
+            method.student.head(method.student.backbone(view).pooled)
+            for view in (batch.groups()[1] if with_local else [])
+        ]
+        teacher = torch.stack(
+            [method.teacher.head(method.teacher.backbone(view).pooled) for view in batch.global_views]
+        )
         expected = reference_prototype_loss(
             torch.stack(student),
             teacher,
@@ -98,7 +112,9 @@ def test_the_class_loss_is_that_of_dino_on_a_student_whose_global_views_are_mask
 
 
 def test_the_patch_loss_compares_hidden_patches_with_the_same_ones_seen_by_the_teacher() -> None:
-    """Spelled out: per view of an image the mean over its hidden patches, then the mean over all views, those without any as 0."""
+    """Spelled out: per view of an image the mean over its hidden patches, then the mean over all views, those without
+    any as 0.
+    """
     method, batch = tiny_method(), views(6)
     masks, total = masks_of(method, batch), 0.0
     with torch.no_grad():
@@ -108,9 +124,14 @@ def test_the_patch_loss_compares_hidden_patches_with_the_same_ones_seen_by_the_t
             _, patches = method.student.backbone.class_and_patches([view], masks=mask, mask_token=method.mask_token[0])
             targets = method.teacher.backbone(view).patches
             assert targets is not None
-            q = ((method.teacher.head(targets) @ teacher_prototypes.T - method.patch_centre.value) / 0.05).softmax(dim=-1)
-            cross_entropies = -(q * (method.student.head(patches) @ prototypes.T / 0.1).log_softmax(dim=-1)).sum(dim=-1)  # [B, N]
-            total += sum(float(row[hidden].mean()) for row, hidden in zip(cross_entropies, mask, strict=True) if hidden.any())
+            q = ((method.teacher.head(targets) @ teacher_prototypes.T - method.patch_centre.value) / 0.05).softmax(
+                dim=-1
+            )
+            # [B, N]
+            cross_entropies = -(q * (method.student.head(patches) @ prototypes.T / 0.1).log_softmax(dim=-1)).sum(dim=-1)
+            total += sum(
+                float(row[hidden].mean()) for row, hidden in zip(cross_entropies, mask, strict=True) if hidden.any()
+            )
     assert loss.item() == pytest.approx(total / masks[..., 0].numel(), rel=1e-5)
     num_hidden = masks.sum(dim=-1)
     assert num_hidden.min() == 0
@@ -145,14 +166,20 @@ def test_student_prototypes_and_mask_token_learn_and_the_teacher_gets_no_gradien
         assert parameter.grad is not None
         assert parameter.grad.abs().max() > 0
     assert (method.student_prototypes.lengths.grad is None) == unit_length
-    assert not any(parameter.requires_grad for module in (method.teacher, method.teacher_prototypes) for parameter in module.parameters())
+    assert not any(
+        parameter.requires_grad
+        for module in (method.teacher, method.teacher_prototypes)
+        for parameter in module.parameters()
+    )
     assert not any(value.requires_grad for value in (*output.carry.values(), *output.metrics.values()))
 
 
 def test_a_batch_in_which_nothing_is_hidden_has_a_gradient_for_every_parameter_as_data_parallelism_needs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ibot, "block_masks", lambda key, image_indices, **others: torch.zeros(2, 4, 16, dtype=torch.bool))
+    monkeypatch.setattr(
+        ibot, "block_masks", lambda key, image_indices, **others: torch.zeros(2, 4, 16, dtype=torch.bool)
+    )
     method = tiny_method()
     output = method(views(), HYPER)
     output.loss.backward()
@@ -198,7 +225,9 @@ def test_prototypes_stand_still_in_the_first_epochs_and_move_afterwards() -> Non
 
 
 def test_student_and_teacher_start_equal_with_an_empty_mask_token_and_the_seed_alone_decides_them() -> None:
-    settings = IBOTSettings(head=HeadSettings(hidden_dim=16, out_dim=8), prototypes=SharedPrototypeSettings(num_prototypes=24))
+    settings = IBOTSettings(
+        head=HeadSettings(hidden_dim=16, out_dim=8), prototypes=SharedPrototypeSettings(num_prototypes=24)
+    )
     torch.manual_seed(1)
     first = IBOT(settings, BACKBONE, seed=4)
     torch.manual_seed(2)
@@ -235,7 +264,10 @@ def test_a_run_continued_from_its_state_is_that_of_an_uninterrupted_one_bit_for_
 
 def test_two_parts_of_a_batch_combine_to_the_output_of_the_whole() -> None:
     method, batch = tiny_method(drop_path_rate=0.3), views(8)
-    whole, combined = method(batch, HYPER), combine([method(part(batch, images), HYPER) for images in (slice(0, 4), slice(4, 8))])
+    whole, combined = (
+        method(batch, HYPER),
+        combine([method(part(batch, images), HYPER) for images in (slice(0, 4), slice(4, 8))]),
+    )
     torch.testing.assert_close(combined.loss, whole.loss.detach())
     torch.testing.assert_close(combined.metrics["patch_loss"], whole.metrics["patch_loss"])
     for name, value in whole.carry.items():
@@ -255,7 +287,9 @@ def test_under_bf16_autocast_the_loss_is_nearly_that_of_float32_and_the_state_st
 def test_schedule_values_may_be_tensors_as_a_recorded_step_needs() -> None:
     numbers, tensors = tiny_method(drop_path_rate=0.3), tiny_method(drop_path_rate=0.3)
     own = {name: torch.tensor(value, dtype=torch.float64) for name, value in HYPER.own.items()}
-    hyper = StepHyper(step=torch.tensor(3), epoch=0, learning_rate=torch.tensor(0.01), weight_decay=torch.tensor(0.1), own=own)
+    hyper = StepHyper(
+        step=torch.tensor(3), epoch=0, learning_rate=torch.tensor(0.01), weight_decay=torch.tensor(0.1), own=own
+    )
     for method, given in ((numbers, HYPER), (tensors, hyper)):
         method.after_step(method(views(), given), given)
     for key, value in numbers.state_dict().items():
@@ -272,7 +306,9 @@ def test_masks_that_cannot_be_are_refused_in_words() -> None:
 
 
 def test_a_network_without_patches_is_refused_in_words() -> None:
-    settings = IBOTSettings(head=HeadSettings(hidden_dim=16, out_dim=8), prototypes=SharedPrototypeSettings(num_prototypes=24))
+    settings = IBOTSettings(
+        head=HeadSettings(hidden_dim=16, out_dim=8), prototypes=SharedPrototypeSettings(num_prototypes=24)
+    )
     method = IBOT(settings, BackboneSettings(name="resnet18", drop_path_rate=0.0), seed=0)
     with pytest.raises(RecipeError, match="needs a vision transformer, and resnet18 is none"):
         method(views(), HYPER)

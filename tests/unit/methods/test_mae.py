@@ -8,7 +8,7 @@ from massl.methods.mae import MAE, MAESettings
 from massl.nn.backbone import BackboneSettings
 from massl.nn.decoder import DecoderSettings
 from massl.ops.pixel_targets import cut_patches, hidden_patch_error, normalised_patches
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.step import TrainingStep
 
 HYPER = StepHyper(step=3, epoch=0, learning_rate=0.01, weight_decay=0.1, own={})
@@ -33,7 +33,9 @@ def views(num_images: int = 4, *, num_views: int = 2, size: int = 16) -> ViewBat
 
 
 def part(batch: ViewBatch, images: slice) -> ViewBatch:
-    return ViewBatch(global_views=batch.global_views[:, images], local_views=None, image_indices=batch.image_indices[images])
+    return ViewBatch(
+        global_views=batch.global_views[:, images], local_views=None, image_indices=batch.image_indices[images]
+    )
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -84,7 +86,11 @@ def test_the_forward_pass_changes_nothing_and_the_same_step_has_the_same_loss() 
 def test_gradients_reach_everything_but_the_fixed_positions() -> None:
     method = tiny_method()
     method(views(8), HYPER).loss.backward()
-    without = [name for name, parameter in method.named_parameters() if parameter.grad is None or not parameter.grad.abs().max() > 0]
+    without = [
+        name
+        for name, parameter in method.named_parameters()
+        if parameter.grad is None or not parameter.grad.abs().max() > 0
+    ]
     assert without == ["backbone.model.pos_embed"]
 
 
@@ -152,7 +158,11 @@ def test_weights_start_as_the_authors_do_and_the_seed_alone_decides_them() -> No
     assert all(torch.equal(value, second.state_dict()[key]) for key, value in first.state_dict().items())
     assert not torch.equal(tiny_method(seed=5).decoder.embed.weight, first.decoder.embed.weight)
     model = first.backbone.model
-    for layer, fans in ((model.blocks[0].attn.qkv, 16 + 48), (first.decoder.predict, 12 + 48), (first.decoder.embed, 16 + 12)):
+    for layer, fans in (
+        (model.blocks[0].attn.qkv, 16 + 48),
+        (first.decoder.predict, 12 + 48),
+        (first.decoder.embed, 16 + 12),
+    ):
         limit = (6 / fans) ** 0.5
         assert 0.9 * limit < layer.weight.abs().max() <= limit
         assert not layer.bias.any()
@@ -185,7 +195,9 @@ def test_the_trained_backbone_is_the_one_to_evaluate_and_local_views_are_caution
     assert method.min_global_views == 1
     plan = TrainingPlan(num_images=10, batch_size=2, num_parts=2, views=ViewSettings(num_global=1, num_local=0))
     assert method.cautions(plan) == []
-    (caution,) = method.cautions(TrainingPlan(num_images=10, batch_size=2, num_parts=1, views=ViewSettings(num_local=6)))
+    (caution,) = method.cautions(
+        TrainingPlan(num_images=10, batch_size=2, num_parts=1, views=ViewSettings(num_local=6))
+    )
     assert "set views.num_local to 0" in caution
 
 

@@ -15,7 +15,9 @@ from massl.nn.backbone import BackboneSettings
 from massl.nn.memory import MemorySettings
 from massl.ops.memory_attention import memory_loss_reference
 
-HYPER = StepHyper(step=3, epoch=0, learning_rate=0.1, weight_decay=0.0, own={"momentum": 0.75, "teacher_temperature": 0.05})
+HYPER = StepHyper(
+    step=3, epoch=0, learning_rate=0.1, weight_decay=0.0, own={"momentum": 0.75, "teacher_temperature": 0.05}
+)
 
 
 def plan(*, num_images: int) -> TrainingPlan:
@@ -40,7 +42,8 @@ def tiny_method(
         name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=drop_path_rate, timm_options=options
     )
     method = MaSSL(settings, backbone, seed=seed)
-    with torch.no_grad():  # as after some training: student and teacher differ, and embeddings of different images do too
+    # as after some training: student and teacher differ, and embeddings of different images do too
+    with torch.no_grad():
         for position, parameter in enumerate(method.parameters()):
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(position)))
     return method.train()
@@ -58,7 +61,9 @@ def views(num_images: int = 4, *, with_local: bool = True) -> ViewBatch:
 def part(batch: ViewBatch, images: slice) -> ViewBatch:
     assert batch.local_views is not None
     return ViewBatch(
-        global_views=batch.global_views[:, images], local_views=batch.local_views[:, images], image_indices=batch.image_indices[images]
+        global_views=batch.global_views[:, images],
+        local_views=batch.local_views[:, images],
+        image_indices=batch.image_indices[images],
     )
 
 
@@ -71,8 +76,12 @@ def test_the_loss_compares_all_views_with_the_teachers_global_ones_over_blocks_o
     method, batch = tiny_method(seed=9), views(with_local=with_local)
     with torch.no_grad():
         loss = method(batch, HYPER).loss
-        student = torch.stack([method.student.head(method.student.backbone(view).pooled) for group in batch.groups() for view in group])
-        teacher = torch.stack([method.teacher.head(method.teacher.backbone(view).pooled) for view in batch.global_views])
+        student = torch.stack(
+            [method.student.head(method.student.backbone(view).pooled) for group in batch.groups() for view in group]
+        )
+        teacher = torch.stack(
+            [method.teacher.head(method.teacher.backbone(view).pooled) for view in batch.global_views]
+        )
         blocks = method.memory.random_blocks(8, key=(9, HYPER.step))
         expected = memory_loss_reference(student, teacher, blocks, student_temperature=0.1, teacher_temperature=0.05)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
@@ -86,9 +95,13 @@ def test_a_student_of_local_views_alone_is_compared_with_every_view_of_the_teach
     with torch.no_grad():
         output = method(batch, HYPER)
         student = torch.stack([method.student.head(method.student.backbone(view).pooled) for view in batch.local_views])
-        teacher = torch.stack([method.teacher.head(method.teacher.backbone(view).pooled) for view in batch.global_views])
+        teacher = torch.stack(
+            [method.teacher.head(method.teacher.backbone(view).pooled) for view in batch.global_views]
+        )
         blocks = method.memory.random_blocks(8, key=(9, HYPER.step))
-        expected = memory_loss_reference(student, teacher, blocks, student_temperature=0.1, teacher_temperature=0.05, shared_views=False)
+        expected = memory_loss_reference(
+            student, teacher, blocks, student_temperature=0.1, teacher_temperature=0.05, shared_views=False
+        )
     torch.testing.assert_close(output.loss, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(output.carry["memory_rows"], teacher[-1])
     assert method.min_global_views == 1
@@ -99,7 +112,9 @@ def test_a_local_view_keeps_its_stochastic_depth_whether_or_not_the_student_sees
     seen: list[Tensor] = []
     for student_views in ("all", "local"):
         method = tiny_method(drop_path_rate=0.5, student_views=student_views)
-        method.student.head.register_forward_hook(lambda head, inputs, output: seen.append(output.unflatten(0, (-1, 4))))
+        method.student.head.register_forward_hook(
+            lambda head, inputs, output: seen.append(output.unflatten(0, (-1, 4)))
+        )
         method(batch, HYPER)
     torch.testing.assert_close(seen[0][2:], seen[1])
 
@@ -140,7 +155,9 @@ def test_the_student_learns_and_the_teacher_gets_no_gradient() -> None:
     method = tiny_method()
     output = method(views(), HYPER)
     output.loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in method.student.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in method.student.parameters()
+    )
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in method.teacher.parameters())
     assert not output.carry["memory_rows"].requires_grad
 
@@ -154,9 +171,14 @@ def test_after_a_step_the_teacher_has_moved_towards_the_student_by_one_minus_mom
 
 
 def test_student_and_teacher_start_equal_and_the_seed_alone_decides_them() -> None:
-    settings = MaSSLSettings(head=MaSSLHeadSettings(hidden_dim=16, out_dim=8), memory=MemorySettings(num_rows=24, block_size=8))
+    settings = MaSSLSettings(
+        head=MaSSLHeadSettings(hidden_dim=16, out_dim=8), memory=MemorySettings(num_rows=24, block_size=8)
+    )
     backbone = BackboneSettings(
-        name="vit_tiny_patch16_224", image_size=8, patch_size=4, timm_options={"embed_dim": 16, "depth": 2, "num_heads": 2}
+        name="vit_tiny_patch16_224",
+        image_size=8,
+        patch_size=4,
+        timm_options={"embed_dim": 16, "depth": 2, "num_heads": 2},
     )
     torch.manual_seed(1)
     first = MaSSL(settings, backbone, seed=4)
@@ -165,7 +187,9 @@ def test_student_and_teacher_start_equal_and_the_seed_alone_decides_them() -> No
     for key, value in first.student.state_dict().items():
         assert torch.equal(first.teacher.state_dict()[key], value)
     assert all(torch.equal(second.state_dict()[key], value) for key, value in first.state_dict().items())
-    assert not torch.equal(MaSSL(settings, backbone, seed=5).student.head.mlp[0].weight, first.student.head.mlp[0].weight)
+    assert not torch.equal(
+        MaSSL(settings, backbone, seed=5).student.head.mlp[0].weight, first.student.head.mlp[0].weight
+    )
     assert not torch.equal(MaSSL(settings, backbone, seed=5).memory.rows, first.memory.rows)
 
 
@@ -183,7 +207,9 @@ def test_the_teachers_backbone_is_the_one_to_evaluate() -> None:
 def test_drop_path_is_keyed_by_image_so_that_splitting_a_batch_changes_no_embedding() -> None:
     method, batch = tiny_method(drop_path_rate=0.5), views(8)
     whole = student_embeddings(method, batch)
-    halves = torch.cat([student_embeddings(method, part(batch, images)) for images in (slice(0, 4), slice(4, 8))], dim=1)
+    halves = torch.cat(
+        [student_embeddings(method, part(batch, images)) for images in (slice(0, 4), slice(4, 8))], dim=1
+    )
     torch.testing.assert_close(halves, whole)
     keys = method.drop_path_keys(batch, HYPER, num_views=batch.num_views)
     assert keys is not None
@@ -203,14 +229,18 @@ def test_drop_path_drops_and_only_in_the_student_and_only_in_training() -> None:
 
 def test_two_parts_of_a_batch_combine_to_the_output_of_the_whole() -> None:
     method, batch = tiny_method(drop_path_rate=0.3), views(8)
-    whole, combined = method(batch, HYPER), combine([method(part(batch, images), HYPER) for images in (slice(0, 4), slice(4, 8))])
+    whole, combined = (
+        method(batch, HYPER),
+        combine([method(part(batch, images), HYPER) for images in (slice(0, 4), slice(4, 8))]),
+    )
     torch.testing.assert_close(combined.loss, whole.loss.detach())
     torch.testing.assert_close(combined.carry["memory_rows"], whole.carry["memory_rows"])
 
 
 def test_combining_averages_losses_and_metrics_and_joins_what_is_carried() -> None:
     outputs = [
-        StepOutput(loss=torch.tensor(x), metrics={"m": torch.tensor(2 * x)}, carry={"rows": torch.full((2, 1), x)}) for x in (1.0, 3.0)
+        StepOutput(loss=torch.tensor(x), metrics={"m": torch.tensor(2 * x)}, carry={"rows": torch.full((2, 1), x)})
+        for x in (1.0, 3.0)
     ]
     combined = combine(outputs)
     assert (combined.loss.item(), combined.metrics["m"].item()) == (2.0, 4.0)
@@ -252,11 +282,13 @@ def test_health_describes_the_teachers_embeddings() -> None:
     health = method.health(features, HYPER)
     assert health.keys() == {"embedding_spread", "teacher_entropy", "memory_winner_share"}
     embeddings = method.teacher.head(features).detach()
-    shares = (torch.einsum("nd,bkd->bnk", embeddings, method._blocks(HYPER.step, torch.float32)) / HYPER.teacher_temperature).softmax(
-        dim=-1
-    )
+    shares = (
+        torch.einsum("nd,bkd->bnk", embeddings, method._blocks(HYPER.step, torch.float32)) / HYPER.teacher_temperature
+    ).softmax(dim=-1)
     assert health["teacher_entropy"] == pytest.approx(-(shares * shares.log()).sum(dim=-1).mean().item(), rel=1e-4)
-    assert health["embedding_spread"] == pytest.approx(math.sqrt(1 - embeddings.mean(dim=0).square().sum().item()), rel=1e-4)
+    assert health["embedding_spread"] == pytest.approx(
+        math.sqrt(1 - embeddings.mean(dim=0).square().sum().item()), rel=1e-4
+    )
 
 
 def test_a_healthy_run_shows_no_sign_of_collapse_and_each_kind_of_collapse_is_named() -> None:
@@ -274,10 +306,15 @@ def test_a_healthy_run_shows_no_sign_of_collapse_and_each_kind_of_collapse_is_na
 
 def test_an_even_teacher_is_slow_but_not_collapsed() -> None:
     method = tiny_method()
-    even, uneven = ({"loss": 1.5, "teacher_entropy": share * math.log(8), "embedding_spread": 0.9} for share in (0.86, 0.84))
+    even, uneven = (
+        {"loss": 1.5, "teacher_entropy": share * math.log(8), "embedding_spread": 0.9} for share in (0.86, 0.84)
+    )
     assert method.slow_signs(uneven) == method.collapse_signs(even) == []
     (sign,) = method.slow_signs(even)
-    assert "hardly prefers any memory row (entropy 1.79 of at most 2.08 nats); a lower method.teacher.temperature sharpens it" in sign
+    assert (
+        "hardly prefers any memory row (entropy 1.79 of at most 2.08 nats); a lower method.teacher.temperature sharpens it"
+        in sign
+    )
 
 
 def test_a_memory_larger_than_the_data_set_or_with_a_remainder_is_cautioned_against() -> None:
@@ -301,5 +338,7 @@ def test_the_winner_share_counts_the_rows_that_are_nearest_to_some_query() -> No
     assert winner_share(rows[:1].repeat(9, 1), rows[None]) == 0.25
     assert winner_share(rows[:2], rows[None]) == 1.0  # two queries cannot have more than two nearest rows
     queries, blocks = normalize(torch.randn(6, 5), dim=-1), normalize(torch.randn(3, 7, 5), dim=-1)
-    num_winners = sum(len({max(range(7), key=lambda k: float(block[k] @ query)) for query in queries}) for block in blocks)
+    num_winners = sum(
+        len({max(range(7), key=lambda k: float(block[k] @ query)) for query in queries}) for block in blocks
+    )
     assert winner_share(queries, blocks) == pytest.approx(num_winners / (3 * 6))

@@ -12,8 +12,8 @@ from massl.data.views import ViewBatch, ViewSettings
 from massl.methods.base import StepHyper, TrainingPlan
 from massl.methods.mocov3 import MoCoV3, MoCoV3Settings
 from massl.nn.backbone import BackboneSettings
-from massl.nn.projectors import PredictorSettings, ProjectorSettings
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.nn.heads import PredictorSettings, ProjectorSettings
+from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.step import TrainingStep
 
 HYPER = StepHyper(step=3, epoch=0, learning_rate=0.01, weight_decay=0.1, own={"momentum": 0.75})
@@ -22,7 +22,9 @@ HEADS = {"projector": ProjectorSettings(hidden_dim=16, out_dim=8), "predictor": 
 
 def backbone_settings(*, drop_path_rate: float = 0.0) -> BackboneSettings:
     options: dict[str, int | float | bool | str] = {"embed_dim": 16, "depth": 2, "num_heads": 2}
-    return BackboneSettings(name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=drop_path_rate, timm_options=options)
+    return BackboneSettings(
+        name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=drop_path_rate, timm_options=options
+    )
 
 
 def tiny_method(*, seed: int = 0, drop_path_rate: float = 0.0, freeze_patch_embedding: bool = True) -> MoCoV3:
@@ -36,7 +38,9 @@ def tiny_method(*, seed: int = 0, drop_path_rate: float = 0.0, freeze_patch_embe
 
 def views(num_images: int = 6, *, num_global: int = 2) -> ViewBatch:
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(1, num_images, 3, 1, 1, generator=generator) + torch.randn(num_global, num_images, 3, 8, 8, generator=generator)
+    pixels = torch.randn(1, num_images, 3, 1, 1, generator=generator) + torch.randn(
+        num_global, num_images, 3, 8, 8, generator=generator
+    )
     return ViewBatch(global_views=pixels, local_views=None, image_indices=torch.arange(100, 100 + num_images))
 
 
@@ -64,7 +68,9 @@ def test_the_loss_compares_queries_of_each_view_with_the_teachers_keys_of_the_ot
             picked += int(((queries @ keys.T).argmax(dim=1) == torch.arange(6)).sum())
     torch.testing.assert_close(output.loss, expected, rtol=1e-5, atol=1e-6)
     assert output.metrics["contrastive_top1"].item() == pytest.approx(100 * picked / 12)
-    assert output.metrics["loss_over_guessing"].item() == pytest.approx(expected.item() / (4 * 0.2 * math.log(6)), rel=1e-5)
+    assert output.metrics["loss_over_guessing"].item() == pytest.approx(
+        expected.item() / (4 * 0.2 * math.log(6)), rel=1e-5
+    )
 
 
 def test_only_the_first_two_global_views_count() -> None:
@@ -97,9 +103,14 @@ def test_gradients_reach_student_and_predictor_but_not_patch_embedding_positions
     method = tiny_method()
     method(views(), HYPER).loss.backward()
     untrained = {name for name, parameter in method.student.named_parameters() if parameter.grad is None}
-    assert untrained == {"backbone.model.pos_embed", "backbone.model.patch_embed.proj.weight", "backbone.model.patch_embed.proj.bias"}
+    assert untrained == {
+        "backbone.model.pos_embed",
+        "backbone.model.patch_embed.proj.weight",
+        "backbone.model.patch_embed.proj.bias",
+    }
     for name, parameter in [*method.student.named_parameters(), *method.predictor.named_parameters()]:
-        if parameter.grad is not None and not name.endswith("model.norm.bias"):  # what the projector's batch norm takes away again
+        # what the projector's batch norm takes away again
+        if parameter.grad is not None and not name.endswith("model.norm.bias"):
             assert parameter.grad.abs().max() > 1e-6, name
         assert parameter.requires_grad == (parameter.grad is not None)
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in method.teacher.parameters())
@@ -115,10 +126,14 @@ def test_training_leaves_the_frozen_patch_embedding_as_it_was_drawn_unless_told_
 
 def test_training_continues_bit_for_bit_from_what_is_saved() -> None:
     whole, first, second = tiny_method(), tiny_method(), tiny_method(seed=5)
-    optimizers = {method: build_optimizer(method, OptimizerSettings(decayed="all")) for method in (whole, first, second)}
+    optimizers = {
+        method: build_optimizer(method, OptimizerSettings(decayed="all")) for method in (whole, first, second)
+    }
 
     def run(method: MoCoV3, steps: range) -> list[Tensor]:
-        step_of = TrainingStep(method=method, parallel=method, optimizer=optimizers[method], bf16=False, device=torch.device("cpu"))
+        step_of = TrainingStep(
+            method=method, parallel=method, optimizer=optimizers[method], bf16=False, device=torch.device("cpu")
+        )
         return [step_of([views()], replace(HYPER, step=step), num_parts=1).loss.detach() for step in steps]
 
     expected, losses = run(whole, range(4)), run(first, range(2))
@@ -144,13 +159,19 @@ def test_student_and_teacher_start_equal_and_the_seed_alone_decides_them() -> No
         assert torch.equal(first.teacher.state_dict()[key], value)
     assert all(torch.equal(second.state_dict()[key], value) for key, value in first.state_dict().items())
     other = MoCoV3(MoCoV3Settings(**HEADS), backbone_settings(), seed=5).state_dict()
-    for part in ("student.backbone.model.blocks.0.mlp.fc1.weight", "student.head.layers.0.weight", "predictor.layers.0.weight"):
+    for part in (
+        "student.backbone.model.blocks.0.mlp.fc1.weight",
+        "student.head.layers.0.weight",
+        "predictor.layers.0.weight",
+    ):
         assert not torch.equal(other[part], first.state_dict()[part])
 
 
 def test_a_transformer_starts_with_the_weights_of_the_authors_rule() -> None:
     options: dict[str, int | float | bool | str] = {"embed_dim": 64, "depth": 1, "num_heads": 2}
-    settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=0.0, timm_options=options)
+    settings = BackboneSettings(
+        name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=0.0, timm_options=options
+    )
     model = MoCoV3(MoCoV3Settings(**HEADS), settings, seed=0).student.backbone.model
     assert isinstance(model, VisionTransformer)
     block = model.blocks[0]
@@ -251,7 +272,11 @@ def test_unused_views_and_batches_in_parts_are_cautioned_against() -> None:
 def test_the_recipes_hold_the_values_of_the_authors_commands(name: str) -> None:
     recipe = load_recipe(name)
     assert recipe.method == MoCoV3Settings()  # the defaults are theirs
-    assert (recipe.method.projector.num_layers, recipe.method.projector.hidden_dim, recipe.method.projector.out_dim) == (3, 4096, 256)
+    assert (
+        recipe.method.projector.num_layers,
+        recipe.method.projector.hidden_dim,
+        recipe.method.projector.out_dim,
+    ) == (3, 4096, 256)
     assert (recipe.method.predictor.num_layers, recipe.method.predictor.hidden_dim) == (2, 4096)
     optimizer, trainer, shown = recipe.optimizer, recipe.trainer, recipe.views
     assert (trainer.epochs, trainer.batch_size, optimizer.warmup_epochs) == (300, 4096, 40)
@@ -259,8 +284,18 @@ def test_the_recipes_hold_the_values_of_the_authors_commands(name: str) -> None:
     assert (optimizer.min_learning_rate, optimizer.weight_decay, optimizer.weight_decay_end) == (0.0, 0.1, 0.1)
     assert (optimizer.decayed, optimizer.clip_norm, recipe.backbone.drop_path_rate) == ("all", 0.0, 0.0)
     assert (shown.num_global, shown.num_local, shown.global_size, shown.global_scale) == (2, 0, 224, (0.08, 1.0))
-    assert (shown.first_global_blur_probability, shown.second_global_blur_probability, shown.solarise_probability) == (1.0, 0.1, 0.2)
-    assert (shown.brightness, shown.contrast, shown.saturation, shown.hue, shown.jitter_probability) == (0.4, 0.4, 0.2, 0.1, 0.8)
+    assert (shown.first_global_blur_probability, shown.second_global_blur_probability, shown.solarise_probability) == (
+        1.0,
+        0.1,
+        0.2,
+    )
+    assert (shown.brightness, shown.contrast, shown.saturation, shown.hue, shown.jitter_probability) == (
+        0.4,
+        0.4,
+        0.2,
+        0.1,
+        0.8,
+    )
     assert (shown.grey_probability, shown.flip_probability) == (0.2, 0.5)
     heads = {"mocov3-vits16": {"num_heads": 12}, "mocov3-vitb16": {}}[name]  # a ViT-B has 12 anyway
     assert recipe.backbone.timm_options == heads

@@ -10,8 +10,8 @@ from massl.data.views import ViewBatch, ViewSettings
 from massl.methods.base import StepHyper, TrainingPlan
 from massl.methods.nnclr import NNCLR, NNCLRProjectorSettings, NNCLRSettings, SupportSetSettings
 from massl.nn.backbone import BackboneSettings
-from massl.nn.projectors import PredictorSettings
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.nn.heads import PredictorSettings
+from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.step import TrainingStep
 
 HYPER = StepHyper(step=3, epoch=0, learning_rate=0.01, weight_decay=0.1, own={})
@@ -21,7 +21,9 @@ SETTINGS = NNCLRSettings(
     memory=SupportSetSettings(num_rows=20),
 )
 OPTIONS: dict[str, int | float | bool | str] = {"embed_dim": 16, "depth": 2, "num_heads": 2}
-BACKBONE = BackboneSettings(name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=0.0, timm_options=OPTIONS)
+BACKBONE = BackboneSettings(
+    name="vit_tiny_patch16_224", image_size=8, patch_size=4, drop_path_rate=0.0, timm_options=OPTIONS
+)
 
 
 def tiny_method(*, seed: int = 0, drop_path_rate: float = 0.0) -> NNCLR:
@@ -34,7 +36,9 @@ def tiny_method(*, seed: int = 0, drop_path_rate: float = 0.0) -> NNCLR:
 
 def views(num_images: int = 6, *, num_global: int = 2) -> ViewBatch:
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(1, num_images, 3, 1, 1, generator=generator) + torch.randn(num_global, num_images, 3, 8, 8, generator=generator)
+    pixels = torch.randn(1, num_images, 3, 1, 1, generator=generator) + torch.randn(
+        num_global, num_images, 3, 8, 8, generator=generator
+    )
     return ViewBatch(global_views=pixels, local_views=None, image_indices=torch.arange(100, 100 + num_images))
 
 
@@ -73,7 +77,9 @@ def test_after_a_step_the_memory_alone_has_taken_in_the_embeddings_of_the_first_
     torch.testing.assert_close(method.memory.rows[:6], first)
     assert torch.equal(method.memory.rows[6:], before["memory.rows"][6:])
     assert int(method.memory.cursor) == 6
-    assert all(torch.equal(value, before[key]) for key, value in method.state_dict().items() if not key.startswith("memory."))
+    assert all(
+        torch.equal(value, before[key]) for key, value in method.state_dict().items() if not key.startswith("memory.")
+    )
 
 
 def test_the_forward_pass_changes_nothing_so_that_an_image_is_never_its_own_neighbour_at_once() -> None:
@@ -110,10 +116,14 @@ def run(method: NNCLR, steps: range, *, bf16: bool = False) -> list[Tensor]:
 
 def test_training_continues_bit_for_bit_from_what_is_saved() -> None:
     whole, first, second = tiny_method(), tiny_method(), tiny_method(seed=5)
-    optimizers = {method: build_optimizer(method, OptimizerSettings(decayed="all")) for method in (whole, first, second)}
+    optimizers = {
+        method: build_optimizer(method, OptimizerSettings(decayed="all")) for method in (whole, first, second)
+    }
 
     def train(method: NNCLR, steps: range) -> list[Tensor]:
-        step_of = TrainingStep(method=method, parallel=method, optimizer=optimizers[method], bf16=False, device=torch.device("cpu"))
+        step_of = TrainingStep(
+            method=method, parallel=method, optimizer=optimizers[method], bf16=False, device=torch.device("cpu")
+        )
         return [step_of([views()], replace(HYPER, step=step), num_parts=1).loss.detach() for step in steps]
 
     expected, losses = train(whole, range(5)), train(first, range(2))

@@ -10,7 +10,7 @@ from massl.methods.base import TrainingPlan
 from massl.methods.dino import DINOSettings
 from massl.methods.ibot import IBOTSettings
 from massl.methods.self_distillation import SelfDistillationSettings, caution_on_prototypes, prototype_collapse_signs
-from massl.ops.prototype_use import prototype_use
+from massl.ops.scoring.feature_health import prototype_use
 
 HEALTHY = {"teacher_entropy": 3.0, "prototype_entropy": 5.0, "embedding_spread": 0.9}
 
@@ -22,7 +22,10 @@ def plan(num_images: int) -> TrainingPlan:
 def test_a_healthy_run_shows_no_sign_of_collapse_and_each_kind_of_collapse_is_named() -> None:
     assert prototype_collapse_signs(HEALTHY, num_prototypes=4096) == []
     for change, message in [
-        ({"teacher_entropy": 0.999 * math.log(4096)}, "all prototypes the same share (entropy 8.309 of ln 4,096 = 8.318 nats)"),
+        (
+            {"teacher_entropy": 0.999 * math.log(4096)},
+            "all prototypes the same share (entropy 8.309 of ln 4,096 = 8.318 nats)",
+        ),
         ({"prototype_entropy": 0.01}, "one prototype for all images"),
         ({"embedding_spread": 0.001}, "nearly the same vector"),
     ]:
@@ -76,7 +79,11 @@ def test_the_recipes_for_imagenet_hold_the_authors_values(
     method = recipe.method
     assert isinstance(method, SelfDistillationSettings)
     assert (method.student_temperature, method.teacher.momentum, method.prototypes.centre_momentum) == (0.1, 0.996, 0.9)
-    assert (method.teacher.temperature_start, method.teacher.temperature, method.teacher.temperature_warmup_epochs) == (0.04, 0.07, warmup)
+    assert (method.teacher.temperature_start, method.teacher.temperature, method.teacher.temperature_warmup_epochs) == (
+        0.04,
+        0.07,
+        warmup,
+    )
     assert (method.head.num_layers, method.head.hidden_dim, method.head.out_dim) == (3, 2048, 256)
     assert (method.prototypes.num_prototypes, method.prototypes.unit_length, method.prototypes.frozen_epochs) == (
         prototypes,

@@ -12,7 +12,7 @@ from massl.methods import supervised
 from massl.methods.base import StepHyper, TrainingPlan, combine
 from massl.methods.supervised import Supervised, SupervisedSettings
 from massl.nn.backbone import BackboneSettings
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.step import TrainingStep
 
 PLAIN = {"mixup_alpha": 0.0, "cutmix_alpha": 0.0, "erasing_probability": 0.0, "label_smoothing": 0.0}
@@ -82,17 +82,23 @@ def test_images_and_targets_are_mixed_by_the_same_share(cutmix_probability: floa
     method, batch = tiny_method(**changes), views()
     assert batch.labels is not None
     images = batch.global_views.flatten(0, 1)
-    step, mixture = next((step, each) for step in range(20) if 0.2 < (each := method._mixture(images, hyper(step))).share < 0.8)
+    step, mixture = next(
+        (step, each) for step in range(20) if 0.2 < (each := method._mixture(images, hyper(step))).share < 0.8
+    )
     mixed = images * mixture.pixel_shares + images.flip(0) * (1 - mixture.pixel_shares)
     torch.testing.assert_close(seen_images(method, batch, step), mixed)
     labels = batch.labels.repeat(2)
     logits = method.encoder.head(method.encoder.backbone(mixed).pooled)
-    expected = mixture.share * cross_entropy(logits, labels) + (1 - mixture.share) * cross_entropy(logits, labels.flip(0))
+    expected = mixture.share * cross_entropy(logits, labels) + (1 - mixture.share) * cross_entropy(
+        logits, labels.flip(0)
+    )
     output = method(batch, hyper(step))
     torch.testing.assert_close(output.loss, expected)
     hits = [(logits.argmax(dim=1) == each).float().mean().item() for each in (labels, labels.flip(0))]
     share = mixture.share.item()
-    assert output.metrics["train_top1"].item() == pytest.approx(100 * (share * hits[0] + (1 - share) * hits[1]), abs=1e-3)
+    assert output.metrics["train_top1"].item() == pytest.approx(
+        100 * (share * hits[0] + (1 - share) * hits[1]), abs=1e-3
+    )
 
 
 def test_the_mixture_is_new_each_step_and_the_same_for_any_part_of_the_batch() -> None:
@@ -100,7 +106,9 @@ def test_the_mixture_is_new_each_step_and_the_same_for_any_part_of_the_batch() -
     images = batch.global_views.flatten(0, 1)
     shares = {method._mixture(images, hyper(step)).share.item() for step in range(10)}
     assert len(shares) > 7  # two cuts may be of the same size
-    assert torch.equal(method._mixture(images[:2], hyper()).share, method._mixture(images, hyper(torch.tensor(3))).share)
+    assert torch.equal(
+        method._mixture(images[:2], hyper()).share, method._mixture(images, hyper(torch.tensor(3))).share
+    )
     assert tiny_method(seed=1)._mixture(images, hyper()).share != method._mixture(images, hyper()).share
 
 
@@ -130,11 +138,18 @@ def test_the_forward_pass_changes_nothing_and_the_same_step_has_the_same_loss() 
 def test_gradients_reach_every_parameter() -> None:
     method = tiny_method()
     method(views(), hyper()).loss.backward()
-    assert [name for name, parameter in method.named_parameters() if parameter.grad is None or not parameter.grad.abs().max() > 0] == []
+    assert [
+        name
+        for name, parameter in method.named_parameters()
+        if parameter.grad is None or not parameter.grad.abs().max() > 0
+    ] == []
 
 
 def test_without_mixing_the_parts_of_a_batch_have_the_loss_of_the_whole() -> None:
-    method, batch = tiny_method(drop_path_rate=0.3, mixup_alpha=0.0, cutmix_alpha=0.0), views(labels=[0, 1, 2, 3, -1, 4])
+    method, batch = (
+        tiny_method(drop_path_rate=0.3, mixup_alpha=0.0, cutmix_alpha=0.0),
+        views(labels=[0, 1, 2, 3, -1, 4]),
+    )
     parts = combine([method(part(batch, images), hyper()) for images in (slice(0, 3), slice(3, 6))])
     whole = method(batch, hyper())
     torch.testing.assert_close(parts.loss, whole.loss.detach())
@@ -144,7 +159,8 @@ def test_without_mixing_the_parts_of_a_batch_have_the_loss_of_the_whole() -> Non
 def test_images_without_a_label_add_nothing_and_count_in_no_accuracy() -> None:
     method = tiny_method(**PLAIN)
     with torch.no_grad():
-        predicted = method.encoder([views().global_views])[0].argmax(dim=1).tolist()  # of the first views: half of the hits, or all
+        # of the first views: half of the hits, or all
+        predicted = method.encoder([views().global_views])[0].argmax(dim=1).tolist()
     batch, labelled = views(labels=[predicted[0], -1, predicted[2], -1, -1, -1]), torch.tensor([0, 2])
     some = method(batch, hyper())
     only = method(
@@ -166,7 +182,9 @@ def test_images_without_a_label_add_nothing_and_count_in_no_accuracy() -> None:
 
 @pytest.mark.parametrize("label", [5, 7])
 def test_a_label_beyond_the_classes_is_named(label: int) -> None:
-    with pytest.raises(RecipeError, match=rf"the label {label}, and method\.num_classes is 5; .* it must be {label + 1} or more"):
+    with pytest.raises(
+        RecipeError, match=rf"the label {label}, and method\.num_classes is 5; .* it must be {label + 1} or more"
+    ):
         tiny_method()(views(labels=[0, 1, label, 2, 3, 4]), hyper())
 
 
@@ -178,7 +196,9 @@ def test_a_first_batch_without_any_label_is_refused_and_views_without_labels_are
         tiny_method()(bare, hyper())
 
 
-def test_where_labels_are_not_on_the_host_a_wrong_one_makes_the_loss_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_labels_are_not_on_the_host_a_wrong_one_makes_the_loss_not_a_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Supervised, "_refuse_wrong_labels", lambda *arguments, **options: None)
     method = tiny_method()
     assert method(views(labels=[0, 1, 5, 2, 3, 4]), hyper()).loss.isnan()
@@ -243,7 +263,13 @@ def test_the_trained_backbone_is_the_one_to_evaluate() -> None:
 
 def test_cautions_name_unused_views_and_partners_in_parts() -> None:
     def cautions(method: Supervised, **plan: Any) -> list[str]:
-        whole = {"num_images": 100, "batch_size": 4, "num_parts": 1, "views": ViewSettings(num_global=3, num_local=0), **plan}
+        whole = {
+            "num_images": 100,
+            "batch_size": 4,
+            "num_parts": 1,
+            "views": ViewSettings(num_global=3, num_local=0),
+            **plan,
+        }
         return method.cautions(TrainingPlan(**whole))
 
     assert cautions(tiny_method()) == []
@@ -273,7 +299,9 @@ def test_a_loss_of_guessing_and_a_step_without_labels_are_signs_of_trouble() -> 
     assert method.collapse_signs({"loss": 0.9 * guessing, "labelled_share": 1.0}) == []
     assert "guessing (ln 5 = 1.609)" in method.collapse_signs({"loss": guessing, "labelled_share": 1.0})[0]
     assert method.collapse_signs({"loss": 0.5 * guessing, "labelled_share": 0.5}) != []
-    assert method.collapse_signs({"loss": 0.0, "labelled_share": 0.0}) == ["none of the images of this step has a label"]
+    assert method.collapse_signs({"loss": 0.0, "labelled_share": 0.0}) == [
+        "none of the images of this step has a label"
+    ]
 
 
 def test_settings_without_either_alpha_mix_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

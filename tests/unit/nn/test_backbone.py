@@ -5,7 +5,7 @@ from torch import Tensor
 
 from massl.config import RecipeError
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
-from massl.nn.plain_transformer import class_token_of_last_block, has_plain_attention
+from massl.nn.transformer.plain import class_token_of_last_block, has_plain_attention
 
 TINY = BackboneSettings(
     name="vit_tiny_patch16_224", image_size=32, patch_size=8, timm_options={"embed_dim": 24, "depth": 3, "num_heads": 2}
@@ -28,8 +28,16 @@ def plain_timm(backbone: Backbone) -> torch.nn.Module:
     "settings",
     [
         TINY,
-        BackboneSettings(name="vit_small_patch14_reg4_dinov2", image_size=28, timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2}),
-        BackboneSettings(name="vit_little_patch16_reg4_gap_256", image_size=32, timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2}),
+        BackboneSettings(
+            name="vit_small_patch14_reg4_dinov2",
+            image_size=28,
+            timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2},
+        ),
+        BackboneSettings(
+            name="vit_little_patch16_reg4_gap_256",
+            image_size=32,
+            timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2},
+        ),
     ],
     ids=["class token", "class and register tokens", "mean of patches"],
 )
@@ -38,7 +46,9 @@ def test_at_their_own_size_transformers_give_the_features_of_timm(settings: Back
     model, batch = plain_timm(backbone), images(2, 3, settings.image_size or 0, settings.image_size or 0)
     tokens = backbone(batch)
     torch.testing.assert_close(tokens.pooled, model(batch), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(tokens.patches, model.forward_features(batch)[:, model.num_prefix_tokens :], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        tokens.patches, model.forward_features(batch)[:, model.num_prefix_tokens :], rtol=1e-5, atol=1e-6
+    )
     assert tokens.pooled.shape == (2, backbone.dim)
 
 
@@ -49,8 +59,12 @@ def test_the_backbones_of_the_paper_have_as_many_parameters_as_the_authors(name:
     assert sum(parameter.numel() for parameter in backbone.parameters()) == pytest.approx(millions * 1e6, abs=5e3)
 
 
-@pytest.mark.parametrize(("height", "width", "num_patches"), [(8, 8, 1), (16, 16, 4), (40, 24, 15), (39, 30, 12), (64, 32, 32)])
-def test_a_transformer_takes_images_of_any_size_and_leaves_out_what_fills_no_patch(height: int, width: int, num_patches: int) -> None:
+@pytest.mark.parametrize(
+    ("height", "width", "num_patches"), [(8, 8, 1), (16, 16, 4), (40, 24, 15), (39, 30, 12), (64, 32, 32)]
+)
+def test_a_transformer_takes_images_of_any_size_and_leaves_out_what_fills_no_patch(
+    height: int, width: int, num_patches: int
+) -> None:
     backbone = build_backbone(TINY, seed=0)
     batch = images(2, 3, height, width)
     tokens = backbone(batch)
@@ -86,17 +100,24 @@ def test_transformers_whose_features_timm_would_pool_otherwise_are_refused() -> 
         build_backbone(TINY.model_copy(update={"timm_options": {**TINY.timm_options, "global_pool": "avg"}}), seed=0)
     with pytest.raises(RecipeError, match="distilled"):
         build_backbone(
-            BackboneSettings(name="deit_tiny_distilled_patch16_224", timm_options={"embed_dim": 24, "depth": 1, "num_heads": 2}), seed=0
+            BackboneSettings(
+                name="deit_tiny_distilled_patch16_224", timm_options={"embed_dim": 24, "depth": 1, "num_heads": 2}
+            ),
+            seed=0,
         )
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
-    with pytest.raises(RecipeError, match=r"timm has no model 'vit_smal_patch16_224'\. Did you mean 'vit_small_patch16_224'\?"):
+    with pytest.raises(
+        RecipeError, match=r"timm has no model 'vit_smal_patch16_224'\. Did you mean 'vit_small_patch16_224'\?"
+    ):
         build_backbone(BackboneSettings(name="vit_smal_patch16_224"), seed=0)
 
 
 def test_arguments_that_timm_does_not_take_are_refused_with_its_reason() -> None:
-    with pytest.raises(RecipeError, match=r'timm cannot build resnet18 with \{"num_classes": 0, "img_size": 64\}: .*img_size'):
+    with pytest.raises(
+        RecipeError, match=r'timm cannot build resnet18 with \{"num_classes": 0, "img_size": 64\}: .*img_size'
+    ):
         build_backbone(BackboneSettings(name="resnet18", image_size=64), seed=0)
 
 
@@ -127,7 +148,8 @@ def test_the_class_token_starts_as_wide_as_the_position_embeddings() -> None:
 
 def test_stochastic_depth_happens_only_with_keys_and_rises_over_depth() -> None:
     backbone = build_backbone(TINY, seed=0, drop_path_rate=0.5).train()
-    assert sorted({layer.drop_probability for layer in backbone._drop_paths}) == [0.25, 0.5]  # timm makes none for the first block
+    # timm makes none for the first block
+    assert sorted({layer.drop_probability for layer in backbone._drop_paths}) == [0.25, 0.5]
     batch, keys = images(8, 3, 32, 32), torch.arange(8)
     plain = backbone(batch).pooled
     dropped = backbone(batch, keys).pooled
@@ -149,7 +171,10 @@ def test_activation_checkpointing_gives_the_same_gradients_bit_for_bit(drop_path
     for enabled in (False, True):
         backbone = build_backbone(TINY, seed=0, drop_path_rate=drop_path_rate).train()
         backbone.set_activation_checkpointing(enabled)
-        first, second = backbone(images(4, 3, 32, 32), torch.arange(4)), backbone(images(4, 3, 16, 16), torch.arange(4, 8))
+        first, second = (
+            backbone(images(4, 3, 32, 32), torch.arange(4)),
+            backbone(images(4, 3, 16, 16), torch.arange(4, 8)),
+        )
         (first.pooled * second.pooled).sum().backward()
         gradients.append([parameter.grad for parameter in backbone.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
@@ -164,7 +189,9 @@ def test_activation_checkpointing_keeps_fewer_tensors_for_the_backward_pass() ->
         backbone = build_backbone(TINY, seed=0)
         backbone.set_activation_checkpointing(enabled)
         saved: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor, saved=saved: saved.append(0) or tensor, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, saved=saved: saved.append(0) or tensor, lambda tensor: tensor
+        ):
             backbone(images(2, 3, 32, 32))
         num_saved.append(len(saved))
     assert num_saved[1] < num_saved[0]
@@ -173,7 +200,9 @@ def test_activation_checkpointing_keeps_fewer_tensors_for_the_backward_pass() ->
 SMALL: dict[str, int | float | bool | str] = {"embed_dim": 24, "depth": 2, "num_heads": 2}
 NETWORKS = {
     "class token": TINY,
-    "layer scale and registers": BackboneSettings(name="vit_small_patch14_reg4_dinov2", image_size=28, timm_options=SMALL),
+    "layer scale and registers": BackboneSettings(
+        name="vit_small_patch14_reg4_dinov2", image_size=28, timm_options=SMALL
+    ),
     "norms of queries and keys": TINY.model_copy(update={"timm_options": {**SMALL, "qk_norm": True}}),
     "no bias of queries, keys and values": TINY.model_copy(update={"timm_options": {**SMALL, "qkv_bias": False}}),
     "mean of patches": BackboneSettings(name="vit_little_patch16_reg4_gap_256", image_size=32, timm_options=SMALL),
@@ -196,18 +225,26 @@ def relative_errors(ours: list[Tensor], truth: list[Tensor]) -> list[float]:
 
 @pytest.mark.parametrize("with_keys", [True, False])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_pooled_features_of_views_of_several_sizes_are_those_of_the_forward_pass_gradients_too(network: str, with_keys: bool) -> None:
+def test_pooled_features_of_views_of_several_sizes_are_those_of_the_forward_pass_gradients_too(
+    network: str, with_keys: bool
+) -> None:
     backbone = shaken(build_backbone(NETWORKS[network], seed=0, drop_path_rate=0.5)).train()
     if network == "no transformer":
-        backbone.eval()  # batch norm of so few images would blow up rounding; its stochastic depth is switched by the keys alone
+        # batch norm of so few images would blow up rounding; its stochastic depth is switched by the keys alone
+        backbone.eval()
     groups = [images(2, 3, 32, 32), images(3, 3, 40, 64), images(2, 3, 33, 47)]
     keys = torch.arange(7) if with_keys else None
     key_groups = torch.split(keys, [2, 3, 2]) if keys is not None else [None] * 3
     expected = torch.cat([backbone(group, part).pooled for group, part in zip(groups, key_groups, strict=True)])
     ours = backbone.pooled(groups, keys)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6 * float(expected.detach().abs().max()) + 1e-6)
-    weights, parameters = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)), list(backbone.parameters())
-    gradients, truth = (list(torch.autograd.grad((features * weights).sum(), parameters)) for features in (ours, expected))
+    weights, parameters = (
+        torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)),
+        list(backbone.parameters()),
+    )
+    gradients, truth = (
+        list(torch.autograd.grad((features * weights).sum(), parameters)) for features in (ours, expected)
+    )
     assert max(relative_errors(gradients, truth)) < 1e-5
     if with_keys:
         assert not torch.allclose(backbone.pooled(groups), ours, atol=1e-3)  # the keys did something
@@ -219,7 +256,10 @@ def test_the_class_token_alone_comes_out_of_the_last_block_as_it_does_with_all_o
     block = backbone.model.blocks[-1]
     assert has_plain_attention(block)
     backbone._set_scales(block, torch.tensor([[1.0, 0.0, 2.0]]).expand(len(backbone._drop_paths), -1))
-    tokens, weights = images(3, 7, 24).requires_grad_(), torch.randn(3, 1, 24, generator=torch.Generator().manual_seed(1))
+    tokens, weights = (
+        images(3, 7, 24).requires_grad_(),
+        torch.randn(3, 1, 24, generator=torch.Generator().manual_seed(1)),
+    )
     ours, expected = class_token_of_last_block(block, tokens), block(tokens)[:, :1]
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=2e-6)
     inputs = [tokens, *block.parameters()]
@@ -232,7 +272,9 @@ def test_the_shortcut_to_the_class_token_is_taken_where_attention_is_plain_and_o
     for network, is_taken in [("class token", True), ("norms of queries and keys", False), ("mean of patches", False)]:
         backbone = build_backbone(NETWORKS[network], seed=0)
         calls: list[int] = []
-        backbone._class_token_of_last_block = lambda block, tokens, calls=calls: calls.append(0) or class_token_of_last_block(block, tokens)
+        backbone._class_token_of_last_block = lambda block, tokens, calls=calls: (
+            calls.append(0) or class_token_of_last_block(block, tokens)
+        )
         backbone.pooled([images(2, 3, 32, 32)])
         assert bool(calls) == is_taken, network
 

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from massl.config import RecipeError
-from massl.nn.batch_norm import BatchNorm
+from massl.nn.heads import BatchNorm
 
 
 def rows(*shape: int) -> Tensor:

@@ -2,8 +2,7 @@ import torch
 from torch import nn
 from torch.nn.functional import batch_norm, gelu
 
-from massl.nn.batch_norm_head import BatchNormHead
-from massl.nn.heads import HeadSettings
+from massl.nn.heads import BatchNormHead, HeadSettings
 
 
 def test_layers_are_followed_by_batch_norm_and_gelu_but_not_the_last() -> None:
@@ -51,7 +50,10 @@ def test_the_result_is_float32_under_autocast_too() -> None:
 
 
 def test_embeddings_have_unit_length_where_that_is_asked_for() -> None:
-    plain, unit = (BatchNormHead(6, HeadSettings(hidden_dim=10, out_dim=4), unit_length=unit_length) for unit_length in (False, True))
+    plain, unit = (
+        BatchNormHead(6, HeadSettings(hidden_dim=10, out_dim=4), unit_length=unit_length)
+        for unit_length in (False, True)
+    )
     unit.load_state_dict(plain.state_dict())
     features = torch.randn(9, 6)
     torch.testing.assert_close(unit(features), torch.nn.functional.normalize(plain(features), dim=-1))

@@ -72,7 +72,9 @@ def test_positions_are_no_state() -> None:
 
 @pytest.mark.parametrize("sizes", [{"dim": 10, "num_heads": 2}, {"dim": 12, "num_heads": 5}])
 def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(RecipeError, match=r"method\.decoder\.dim 1. must be a multiple of 4.*and of method\.decoder\.num_heads"):
+    with pytest.raises(
+        RecipeError, match=r"method\.decoder\.dim 1. must be a multiple of 4.*and of method\.decoder\.num_heads"
+    ):
         PatchDecoder(DecoderSettings(**sizes), in_dim=8, out_dim=6, grid=(3, 3))
 
 
@@ -85,8 +87,13 @@ def test_blocks_and_norm_by_kernels_are_those_of_the_plain_path(memory_lean: boo
     made.activation_checkpointing = memory_lean
     given = torch.randn(2, 10, 32, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
     parameters = [given, *made.blocks.parameters(), *made.norm.parameters()]
-    fused, plain = made.fused(given, dtype=torch.float32, stream_dtype=torch.float32), made.norm(made._through_blocks(given))
+    fused, plain = (
+        made.fused(given, dtype=torch.float32, stream_dtype=torch.float32),
+        made.norm(made._through_blocks(given)),
+    )
     torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
     weights = torch.randn(fused.shape, generator=torch.Generator().manual_seed(2)).to(device)
-    for ours, truth in zip(*(torch.autograd.grad((result * weights).sum(), parameters) for result in (fused, plain)), strict=True):
+    for ours, truth in zip(
+        *(torch.autograd.grad((result * weights).sum(), parameters) for result in (fused, plain)), strict=True
+    ):
         assert (ours - truth).norm() < 1e-5 * truth.norm() + 1e-6

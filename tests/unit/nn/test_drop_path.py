@@ -46,7 +46,9 @@ def test_without_scales_a_branch_is_left_alone_even_in_training_mode() -> None:
 
 
 def test_every_drop_path_of_a_model_is_replaced_in_order_and_nothing_else() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(timm.layers.DropPath(0.1), nn.Identity()), timm.layers.DropPath(0.2))
+    model = nn.Sequential(
+        nn.Linear(2, 2), nn.Sequential(timm.layers.DropPath(0.1), nn.Identity()), timm.layers.DropPath(0.2)
+    )
     replaced = replace_drop_paths(model)
     assert sorted(layer.drop_probability for layer in replaced) == [0.1, 0.2]
     assert [layer.layer for layer in replaced] == [0, 1]

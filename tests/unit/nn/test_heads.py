@@ -32,7 +32,11 @@ def test_the_layers_are_linear_and_gelu_in_turn_under_the_authors_keys() -> None
     head = ProjectionHead(12, HeadSettings(hidden_dim=20, out_dim=5))
     assert [type(layer) for layer in head.mlp] == [nn.Linear, nn.GELU, nn.Linear, nn.GELU, nn.Linear]
     assert list(head.state_dict()) == [f"mlp.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")]
-    assert [tuple(layer.weight.shape) for layer in head.mlp if isinstance(layer, nn.Linear)] == [(20, 12), (20, 20), (5, 20)]
+    assert [tuple(layer.weight.shape) for layer in head.mlp if isinstance(layer, nn.Linear)] == [
+        (20, 12),
+        (20, 20),
+        (5, 20),
+    ]
     assert [type(layer) for layer in ProjectionHead(12, HeadSettings(num_layers=1)).mlp] == [nn.Linear]
 
 

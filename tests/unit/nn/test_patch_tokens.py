@@ -1,4 +1,6 @@
-"""What masked-image methods read from a backbone: class and patch tokens of masked views, and tokens of the patches that are visible."""
+"""What masked-image methods read from a backbone: class and patch tokens of masked views, and tokens of the patches
+that are visible.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,9 @@ def exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def backbone_of(drop_path_rate: float = 0.5, **options: int | float | bool | str) -> Backbone:
     """A small transformer whose biases and norms are not what they start as."""
-    settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=4, timm_options={**TINY, **options})
+    settings = BackboneSettings(
+        name="vit_tiny_patch16_224", image_size=16, patch_size=4, timm_options={**TINY, **options}
+    )
     backbone = build_backbone(settings, seed=0, drop_path_rate=drop_path_rate)
     with torch.no_grad():
         for seed, parameter in enumerate(backbone.parameters()):
@@ -42,7 +46,9 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 def view_groups() -> list[Tensor]:
-    """Five views of two sizes; all have pixels that fill no patch. Those of the first group have 4 x 5 patches, not their own 4 x 4."""
+    """Five views of two sizes; all have pixels that fill no patch. Those of the first group have 4 x 5 patches, not
+    their own 4 x 4.
+    """
     return [noise(2, 3, 17, 22), noise(3, 3, 8, 10, seed=1)]
 
 
@@ -57,7 +63,9 @@ def mask_token() -> Tensor:
 
 def gradients_of(backbone: Backbone, outputs: tuple[Tensor, ...], *further: Tensor) -> dict[str, Tensor]:
     """Of the outputs, weighted at random, by all parameters and by `further`."""
-    total = sum((output.float() * noise(*output.shape, seed=20 + number)).sum() for number, output in enumerate(outputs))
+    total = sum(
+        (output.float() * noise(*output.shape, seed=20 + number)).sum() for number, output in enumerate(outputs)
+    )
     names, parameters = zip(*backbone.named_parameters(), strict=True)
     assert isinstance(total, Tensor)
     gradients = torch.autograd.grad(total, [*parameters, *further], allow_unused=True, materialize_grads=True)
@@ -86,7 +94,9 @@ def masked_by_hook(backbone: Backbone, images: Tensor, token: Tensor, keys: Tens
 
 @pytest.mark.parametrize("with_keys", [True, False])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_masked_patches_are_replaced_between_embedding_and_positions_in_the_first_group_only(network: str, with_keys: bool) -> None:
+def test_masked_patches_are_replaced_between_embedding_and_positions_in_the_first_group_only(
+    network: str, with_keys: bool
+) -> None:
     backbone, token, groups = backbone_of(**NETWORKS[network]), mask_token(), view_groups()
     keys = KEYS.to(DEVICE) if with_keys else None
     pooled, patches = masked_by_hook(backbone, groups[0], token, None if keys is None else keys[:2])
@@ -116,7 +126,9 @@ def test_what_lies_under_a_mask_cannot_be_seen() -> None:
     under_mask = masks().view(2, 1, 4, 5).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
     other = images.clone()
     other[:, :, :16, :20] += 5.0 * under_mask
-    shown, hidden = ([backbone.class_and_patches([views], **given) for views in (images, other)] for given in ({}, masked(token)))
+    shown, hidden = (
+        [backbone.class_and_patches([views], **given) for views in (images, other)] for given in ({}, masked(token))
+    )
     assert torch.equal(hidden[0][0], hidden[1][0])
     assert torch.equal(hidden[0][1], hidden[1][1])
     assert not torch.allclose(shown[0][0], shown[1][0], atol=1e-2)
@@ -150,7 +162,9 @@ def test_the_encoder_of_visible_patches_is_the_transformer_over_their_tokens_alo
     numbers = kept() % 16
     tokens = model._pos_embed(model.patch_embed(images))
     num_prefix = model.num_prefix_tokens
-    chosen = [torch.cat([row[:num_prefix], row[num_prefix:][of_row]]) for row, of_row in zip(tokens, numbers, strict=True)]
+    chosen = [
+        torch.cat([row[:num_prefix], row[num_prefix:][of_row]]) for row, of_row in zip(tokens, numbers, strict=True)
+    ]
     expected = model.norm(model.blocks(torch.stack(chosen)))
     ours = backbone.visible(images, numbers)
     assert ours.shape == (2, num_prefix + 4, 16)
@@ -177,7 +191,9 @@ def test_other_networks_are_refused_with_the_advice_to_choose_a_transformer() ->
         lambda: backbone.grid(32),
         lambda: backbone.fix_positions(first_axis="rows"),
     ):
-        with pytest.raises(RecipeError, match=r"needs a vision transformer, and resnet18 is none; choose e\.g\. vit_small_patch16_224"):
+        with pytest.raises(
+            RecipeError, match=r"needs a vision transformer, and resnet18 is none; choose e\.g\. vit_small_patch16_224"
+        ):
             ask()
 
 
@@ -190,7 +206,9 @@ def test_the_grid_counts_whole_patches() -> None:
 @pytest.mark.parametrize(
     ("network", "num_empty"), [("class token", 1), ("register without a position", 0), ("registers with positions", 3)]
 )
-def test_fixed_positions_are_sines_and_cosines_in_the_order_asked_for_and_not_trained(network: str, num_empty: int) -> None:
+def test_fixed_positions_are_sines_and_cosines_in_the_order_asked_for_and_not_trained(
+    network: str, num_empty: int
+) -> None:
     backbone = backbone_of(**NETWORKS[network])
     positions = backbone.model.pos_embed
     for first_axis in ("rows", "columns"):
@@ -213,7 +231,7 @@ def test_positions_that_do_not_exist_or_do_not_fit_cannot_be_fixed() -> None:
         backbone_of(embed_dim=18).fix_positions(first_axis="rows")
 
 
-# ---- fused kernels: compiled where there is a GPU, elsewhere as Python (tests/conftest.py) -----------------------------------------------
+# ---- fused kernels: compiled where there is a GPU, elsewhere as Python (tests/conftest.py) ---------------------------
 
 
 def take_kernels(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
@@ -253,7 +271,11 @@ def test_kernels_give_the_class_and_patch_tokens_and_gradients_of_the_plain_path
 @pytest.mark.usefixtures("norm_gradients_in_large_steps")
 @pytest.mark.parametrize(
     ("network", "fixed", "memory_lean"),
-    [("class token", True, True), ("register without a position", False, False), ("registers with positions", False, False)],
+    [
+        ("class token", True, True),
+        ("register without a position", False, False),
+        ("registers with positions", False, False),
+    ],
 )
 def test_kernels_give_the_visible_tokens_and_gradients_of_the_plain_path(
     monkeypatch: pytest.MonkeyPatch, network: str, fixed: bool, memory_lean: bool
@@ -283,7 +305,10 @@ def test_kernels_in_16_bits_with_a_float32_stream_are_near_the_plain_path(monkey
     assert backbone.use_fused_kernels(float32_stream=True) is None
     take_kernels(monkeypatch, torch.float16)
     with torch.autocast(DEVICE.type, dtype=torch.float16):
-        ours = (*backbone.class_and_patches(groups, keys, **masked(token)), backbone.visible(groups[0], kept(), keys[:2]))
+        ours = (
+            *backbone.class_and_patches(groups, keys, **masked(token)),
+            backbone.visible(groups[0], kept(), keys[:2]),
+        )
     assert [value.dtype for value in ours] == [torch.float32, torch.float16, torch.float16]
     for value, expected in zip(ours, plain, strict=True):
         assert (value - expected).norm() < 5e-3 * expected.norm()
@@ -308,7 +333,10 @@ def test_on_a_gpu_the_kernels_are_taken_in_16_bits_and_are_as_near_to_float32_as
     backbone.set_activation_checkpointing(memory_lean)
 
     def results() -> list[Tensor]:
-        outputs = (*backbone.class_and_patches(groups, keys, **masked(token)), backbone.visible(groups[0], kept(), keys[:2]))
+        outputs = (
+            *backbone.class_and_patches(groups, keys, **masked(token)),
+            backbone.visible(groups[0], kept(), keys[:2]),
+        )
         flat = torch.cat([value.flatten() for value in gradients_of(backbone, outputs, token).values()])
         return [*(output.detach().float() for output in outputs), flat]
 
@@ -322,4 +350,5 @@ def test_on_a_gpu_the_kernels_are_taken_in_16_bits_and_are_as_near_to_float32_as
     for value, plain, truth in zip(by_kernels, by_autocast, exact, strict=True):
         assert not torch.equal(value, plain)
         assert (value - truth).norm() < 0.03 * truth.norm()
-    assert all(torch.equal(value, truth) for value, truth in zip(results(), exact, strict=True))  # float32: the plain path as before
+    # float32: the plain path as before
+    assert all(torch.equal(value, truth) for value, truth in zip(results(), exact, strict=True))

@@ -16,7 +16,8 @@ def test_positions_at_other_sizes_are_those_of_the_authors_code(size: str) -> No
     expected = GOLDEN[size]
     resampled = resample_positions(GOLDEN["pos_embed"][:, 1:], height, width)
     torch.testing.assert_close(resampled, expected[:, 1:], rtol=0, atol=1e-6)
-    assert torch.equal(GOLDEN["pos_embed"][:, :1], expected[:, :1])  # they leave the class token's position alone, as we do
+    # they leave the class token's position alone, as we do
+    assert torch.equal(GOLDEN["pos_embed"][:, :1], expected[:, :1])
 
 
 def test_on_their_own_grid_positions_are_unchanged() -> None:
@@ -28,7 +29,8 @@ def test_resampling_is_differentiable() -> None:
     positions = torch.randn(1, 16, 3, requires_grad=True)
     resample_positions(positions, 2, 3).sum().backward()
     assert positions.grad is not None
-    torch.testing.assert_close(positions.grad.sum(), torch.tensor(18.0))  # bicubic weights add up to one for each of 6 x 3 outputs
+    # bicubic weights add up to one for each of 6 x 3 outputs
+    torch.testing.assert_close(positions.grad.sum(), torch.tensor(18.0))
 
 
 def test_positions_that_form_no_square_are_refused() -> None:
@@ -45,8 +47,12 @@ def test_matrices_first_made_without_gradients_serve_training_later(dtype: torch
     assert positions.grad is not None
 
 
-@pytest.mark.parametrize(("first_axis", "height", "width"), [("rows", 3, 5), ("columns", 3, 5), ("rows", 1, 1), ("columns", 4, 2)])
-def test_fixed_positions_are_sines_and_cosines_of_row_and_column(first_axis: FirstAxis, height: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("first_axis", "height", "width"), [("rows", 3, 5), ("columns", 3, 5), ("rows", 1, 1), ("columns", 4, 2)]
+)
+def test_fixed_positions_are_sines_and_cosines_of_row_and_column(
+    first_axis: FirstAxis, height: int, width: int
+) -> None:
     """One number at a time, after the papers of MoCo-v3 (rows first) and MAE (columns first)."""
     table = sine_cosine_positions(12, (height, width), first_axis=first_axis)
     assert table.shape == (1 + height * width, 12)
@@ -55,7 +61,9 @@ def test_fixed_positions_are_sines_and_cosines_of_row_and_column(first_axis: Fir
     for row in range(height):
         for column in range(width):
             places = (row, column) if first_axis == "rows" else (column, row)
-            expected = [wave(place / 10_000 ** (k / 3)) for place in places for wave in (math.sin, math.cos) for k in range(3)]
+            expected = [
+                wave(place / 10_000 ** (k / 3)) for place in places for wave in (math.sin, math.cos) for k in range(3)
+            ]
             assert table[1 + row * width + column].tolist() == pytest.approx(expected, abs=1e-6)
 
 

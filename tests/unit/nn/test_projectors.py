@@ -2,8 +2,8 @@ import torch
 from torch import Tensor, nn
 
 from massl.nn.backbone import BackboneSettings, build_backbone
-from massl.nn.batch_norm import BatchNorm
-from massl.nn.projectors import PredictorSettings, ProjectorSettings, ViewwiseEncoder, build_predictor, build_projector
+from massl.nn.encoder import ViewwiseEncoder
+from massl.nn.heads import BatchNorm, PredictorSettings, ProjectorSettings, build_predictor, build_projector
 
 
 def rows(*shape: int) -> Tensor:
@@ -37,12 +37,20 @@ def test_the_heads_of_nnclr_end_with_a_scale_and_with_a_bias() -> None:
     predictor = build_predictor(4, PredictorSettings(hidden_dim=12), last_norm="none")
     assert shapes(projector.layers)["7.weight"] == (4,)
     assert "7.bias" not in shapes(projector.layers)  # the predictor's batch norm would take it away again
-    assert shapes(predictor.layers) == {"0.weight": (12, 4), "1.weight": (12,), "1.bias": (12,), "3.weight": (4, 12), "3.bias": (4,)}
+    assert shapes(predictor.layers) == {
+        "0.weight": (12, 4),
+        "1.weight": (12,),
+        "1.bias": (12,),
+        "3.weight": (4, 12),
+        "3.bias": (4,),
+    }
 
 
 def test_the_number_of_layers_is_that_of_the_settings() -> None:
     for num_layers in (1, 2, 4):
-        projector = build_projector(6, ProjectorSettings(num_layers=num_layers, hidden_dim=10, out_dim=4), last_norm="none")
+        projector = build_projector(
+            6, ProjectorSettings(num_layers=num_layers, hidden_dim=10, out_dim=4), last_norm="none"
+        )
         predictor = build_predictor(4, PredictorSettings(num_layers=num_layers, hidden_dim=10), last_norm="plain")
         for mlp, in_dim in ((projector, 6), (predictor, 4)):
             assert sum(isinstance(layer, nn.Linear) for layer in mlp.layers) == num_layers
@@ -65,7 +73,9 @@ def test_the_encoder_gives_each_view_the_embeddings_it_has_alone() -> None:
     options: dict[str, int | float | bool | str] = {"embed_dim": 8, "depth": 1, "num_heads": 2}
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=8, patch_size=4, timm_options=options)
     backbone = build_backbone(settings, seed=0)
-    encoder = ViewwiseEncoder(backbone, build_projector(8, ProjectorSettings(hidden_dim=10, out_dim=4), last_norm="plain"))
+    encoder = ViewwiseEncoder(
+        backbone, build_projector(8, ProjectorSettings(hidden_dim=10, out_dim=4), last_norm="plain")
+    )
     views = rows(2, 5, 3, 8, 8) * torch.tensor([1.0, 3.0])[:, None, None, None, None]
     embeddings = encoder(views)
     assert embeddings.shape == (2, 5, 4)

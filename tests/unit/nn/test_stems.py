@@ -21,9 +21,9 @@ def test_only_the_stem_differs_and_it_depends_on_the_seed() -> None:
         for stem, seed in (("", 0), ("small", 0), ("small", 0), ("small", 1))
     )
     assert usual.keys() == small.keys()
-    assert [name for name in usual if usual[name].shape != small[name].shape or not torch.equal(usual[name], small[name])] == [
-        "conv1.weight"
-    ]
+    assert [
+        name for name in usual if usual[name].shape != small[name].shape or not torch.equal(usual[name], small[name])
+    ] == ["conv1.weight"]
     assert torch.equal(small["conv1.weight"], again["conv1.weight"])
     assert not torch.equal(small["conv1.weight"], other["conv1.weight"])
     # As wide as those that timm starts: variance 2 / fan out.
@@ -41,7 +41,10 @@ def test_a_saved_description_builds_the_same_network() -> None:
     ("name", "message"),
     [
         ("vit_tiny_patch16_224", "is for ResNets .* and vit_tiny_patch16_224 is none"),
-        ("resnet18d", "replaces a single first convolution, and resnet18d has a deep stem of several; choose a ResNet without one"),
+        (
+            "resnet18d",
+            "replaces a single first convolution, and resnet18d has a deep stem of several; choose a ResNet without one",
+        ),
     ],
 )
 def test_other_networks_have_no_small_stem(name: str, message: str) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from massl import keyed_random
 from massl.ops import block_masks as module
-from massl.ops import mask_kernels
 from massl.ops.block_masks import block_masks, random_kept
+from massl.ops.kernels import masks as mask_kernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEY = (7, "block masks", 3)
@@ -87,13 +87,19 @@ def test_masks_are_distributed_as_those_of_the_loop(ratio: float, variance: floa
     assert float((ours.float().mean(dim=0) - theirs.float().mean(dim=0)).abs().max()) < 0.08
 
 
-@pytest.mark.parametrize(("ratio", "grid"), [(0.3, (14, 14)), (0.8, (7, 5)), (1.0, (3, 9)), (0.5, (2, 2)), (0.6, (1, 8))])
-def test_with_the_same_random_numbers_a_mask_is_that_of_the_loop_to_the_patch(ratio: float, grid: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("ratio", "grid"), [(0.3, (14, 14)), (0.8, (7, 5)), (1.0, (3, 9)), (0.5, (2, 2)), (0.6, (1, 8))]
+)
+def test_with_the_same_random_numbers_a_mask_is_that_of_the_loop_to_the_patch(
+    ratio: float, grid: tuple[int, int]
+) -> None:
     masks = masks_of(ratio, grid=grid, num_images=20)
     for view, position in itertools.product(range(2), range(20)):
         seed = keyed_random.bits(KEY, int(IMAGES[position]), view)
         draws = iter(keyed_random.uniform(seed, torch.arange(4 * module.NUM_TRIES)).tolist())
-        expected = drawn_one_by_one(lambda draws=draws: next(draws), float(torch.tensor(ratio) * (grid[0] * grid[1])), grid)
+        expected = drawn_one_by_one(
+            lambda draws=draws: next(draws), float(torch.tensor(ratio) * (grid[0] * grid[1])), grid
+        )
         assert masks[view, position].view(grid).tolist() == expected
 
 
@@ -140,7 +146,9 @@ def test_masks_depend_on_key_image_and_view_alone_and_not_on_the_rest_of_the_bat
     images = torch.tensor([5, 900_000, 17, 3])
     for whole, part in zip(all_kinds(KEY, images), all_kinds(KEY, images[[2, 0]], num_views=1), strict=True):
         assert torch.equal(whole[:1, [2, 0]], part)
-    for by_number, by_tensor in zip(all_kinds(KEY, images), all_kinds((7, "block masks", torch.tensor(3)), images), strict=True):
+    for by_number, by_tensor in zip(
+        all_kinds(KEY, images), all_kinds((7, "block masks", torch.tensor(3)), images), strict=True
+    ):
         assert torch.equal(by_number, by_tensor)
 
 
@@ -184,7 +192,9 @@ def by_kernel_and_by_tensors(grid: tuple[int, int], ratio: float, num_images: in
     return by_kernel, module.place_rectangles(targets, keys, grid)
 
 
-@pytest.mark.parametrize(("grid", "ratio"), [((14, 14), 0.3), ((6, 6), 0.9), ((5, 9), 0.5), ((9, 5), 0.5), ((2, 1), 0.5)])
+@pytest.mark.parametrize(
+    ("grid", "ratio"), [((14, 14), 0.3), ((6, 6), 0.9), ((5, 9), 0.5), ((9, 5), 0.5), ((2, 1), 0.5)]
+)
 def test_the_kernel_makes_the_same_masks_bit_for_bit(grid: tuple[int, int], ratio: float) -> None:
     """The interpreter takes 5 ms for a try."""
     by_kernel, by_tensors = by_kernel_and_by_tensors(grid, ratio, num_images=600 if DEVICE.type == "cuda" else 4)

@@ -28,7 +28,9 @@ def test_the_loss_and_its_gradients_are_those_of_the_formula(num_keys: int, firs
     loss, _ = info_nce(queries, keys, temperature=0.2, first_positive=first_positive)
     expected = plain_info_nce(queries, keys, 0.2, first_positive)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
-    for found, wanted in zip(torch.autograd.grad(loss, [queries, keys]), torch.autograd.grad(expected, [queries, keys]), strict=True):
+    for found, wanted in zip(
+        torch.autograd.grad(loss, [queries, keys]), torch.autograd.grad(expected, [queries, keys]), strict=True
+    ):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 

@@ -18,7 +18,9 @@ def picture(height: int, width: int, seed: int = 0) -> Image.Image:
     """Smooth colours, a hard-edged disc and bar, and some noise."""
     random = np.random.default_rng(seed)
     y, x = np.meshgrid(np.linspace(0, 1, height), np.linspace(0, 1, width), indexing="ij")
-    channels = [0.5 + 0.5 * np.sin(random.uniform(1, 6) * x + random.uniform(1, 6) * y + random.uniform(0, 6)) for _ in range(3)]
+    channels = [
+        0.5 + 0.5 * np.sin(random.uniform(1, 6) * x + random.uniform(1, 6) * y + random.uniform(0, 6)) for _ in range(3)
+    ]
     pixels = np.stack(channels, axis=-1)
     pixels[(x - 0.4) ** 2 + (y - 0.6) ** 2 < 0.04] = random.uniform(0, 1, 3)
     pixels[(x > 0.7) & (x < 0.8)] = random.uniform(0, 1, 3)
@@ -77,9 +79,13 @@ def random_boxes(sizes: Tensor, num_views: int) -> Tensor:
 
 
 def pillow_views(images: list[Image.Image], boxes: Tensor, size: int, flip: Tensor, *, columns_first: bool) -> Tensor:
-    """Pillow 13 filters rows first when height shrinks much more than width; all before it filter columns first, as two calls still do."""
+    """Pillow 13 filters rows first when height shrinks much more than width; all before it filter columns first, as two
+    calls still do.
+    """
     views = []
-    for image, (top, left, height, width), mirrored in zip(images * len(boxes), boxes.view(-1, 4).tolist(), flip.view(-1), strict=True):
+    for image, (top, left, height, width), mirrored in zip(
+        images * len(boxes), boxes.view(-1, 4).tolist(), flip.view(-1), strict=True
+    ):
         crop = image.crop((left, top, left + width, top + height))
         if columns_first:
             crop = crop.resize((size, height), Image.Resampling.BICUBIC)
@@ -89,7 +95,9 @@ def pillow_views(images: list[Image.Image], boxes: Tensor, size: int, flip: Tens
 
 
 @pytest.mark.parametrize("size", [1, 16, 96, 224])
-def test_crop_resize_is_pillows_crop_and_bicubic_resize_up_to_its_rounding(images: list[Image.Image], size: int) -> None:
+def test_crop_resize_is_pillows_crop_and_bicubic_resize_up_to_its_rounding(
+    images: list[Image.Image], size: int
+) -> None:
     batch = ragged(images)
     boxes = random_boxes(batch.sizes, num_views=4)
     flip = torch.arange(boxes.shape[0] * boxes.shape[1]).view(boxes.shape[:2]) % 2 == 0
@@ -98,11 +106,14 @@ def test_crop_resize_is_pillows_crop_and_bicubic_resize_up_to_its_rounding(image
     assert views.min() >= 0
     assert views.max() <= 1
     assert in_levels(views, pillow_views(images, boxes, size, flip, columns_first=False))[0] < 0.5
-    # Pillow rounds twice, to half a level each; the second filter can enlarge the first error by its absolute weights' sum, below 1.4.
+    # Pillow rounds twice, to half a level each; the second filter can enlarge the first error by its absolute weights'
+    # sum, below 1.4.
     assert in_levels(views, pillow_views(images, boxes, size, flip, columns_first=True))[1] < 1.2
 
 
-def test_crop_resize_in_small_chunks_gives_the_same_views(images: list[Image.Image], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crop_resize_in_small_chunks_gives_the_same_views(
+    images: list[Image.Image], monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = ragged(images)
     boxes = random_boxes(batch.sizes, num_views=5)
     flip = torch.zeros(boxes.shape[:2], dtype=torch.bool)
@@ -113,18 +124,24 @@ def test_crop_resize_in_small_chunks_gives_the_same_views(images: list[Image.Ima
 
 def test_crop_resize_of_a_box_of_the_output_size_copies_the_pixels() -> None:
     image = picture(40, 50)
-    view = image_ops.crop_resize(ragged([image]), torch.tensor([[[3, 5, 24, 24]]]), size=24, flip=torch.zeros(1, 1, dtype=torch.bool))
+    view = image_ops.crop_resize(
+        ragged([image]), torch.tensor([[[3, 5, 24, 24]]]), size=24, flip=torch.zeros(1, 1, dtype=torch.bool)
+    )
     torch.testing.assert_close(view[0, 0], as_bytes(image)[:, 3:27, 5:29] / 255, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 16, 64, 224])
-def test_crop_resize_is_pillows_crop_and_bilinear_resize_up_to_its_rounding(images: list[Image.Image], size: int) -> None:
+def test_crop_resize_is_pillows_crop_and_bilinear_resize_up_to_its_rounding(
+    images: list[Image.Image], size: int
+) -> None:
     batch = ragged(images)
     boxes = random_boxes(batch.sizes, num_views=3)
     flip = torch.arange(boxes.shape[0] * boxes.shape[1]).view(boxes.shape[:2]) % 2 == 0
     views = image_ops.crop_resize(batch, boxes, size=size, flip=flip, filter="bilinear")
     expected = []
-    for image, (top, left, height, width), mirrored in zip(images * 3, boxes.view(-1, 4).tolist(), flip.view(-1), strict=True):
+    for image, (top, left, height, width), mirrored in zip(
+        images * 3, boxes.view(-1, 4).tolist(), flip.view(-1), strict=True
+    ):
         crop = image.crop((left, top, left + width, top + height)).resize((size, size), Image.Resampling.BILINEAR)
         expected.append(ImageOps.mirror(crop) if mirrored else crop)
     # Two roundings of half a level each, which weights that are nowhere negative do not enlarge.
@@ -137,14 +154,19 @@ def test_crop_resize_is_pillows_crop_and_bilinear_resize_up_to_its_rounding(imag
 def test_bilinear_resize_of_the_whole_image_is_pillows_resize_of_a_box(size: int) -> None:
     image = picture(60, 80)
     box = torch.tensor([[[0, 0, 60, 80]]])
-    view = image_ops.crop_resize(ragged([image]), box, size=size, flip=torch.zeros(1, 1, dtype=torch.bool), filter="bilinear")
+    view = image_ops.crop_resize(
+        ragged([image]), box, size=size, flip=torch.zeros(1, 1, dtype=torch.bool), filter="bilinear"
+    )
     expected = as_floats([image.resize((size, size), Image.Resampling.BILINEAR, box=(0, 0, 80, 60))])
     assert in_levels(view[0], expected)[1] < 1.01
 
 
 @pytest.mark.parametrize(("size", "crop_ratio"), [(224, 0.875), (64, 0.875), (32, 1.0), (7, 0.8)])
 def test_centre_view_is_torchvisions_resize_and_centre_crop(size: int, crop_ratio: float) -> None:
-    images = [picture(height, width, seed) for seed, (height, width) in enumerate([(90, 121), (333, 500), (47, 33), (1, 1), (224, 224)])]
+    images = [
+        picture(height, width, seed)
+        for seed, (height, width) in enumerate([(90, 121), (333, 500), (47, 33), (1, 1), (224, 224)])
+    ]
     shorter_side = round(size / crop_ratio)
     transform = v2.Compose([v2.Resize(shorter_side, v2.InterpolationMode.BICUBIC), v2.CenterCrop(size)])
     views = image_ops.centre_view(ragged(images), size=size, crop_ratio=crop_ratio)
@@ -175,7 +197,8 @@ def test_colour_operation_takes_one_factor_per_image_and_agrees_with_torchvision
     expected = torch.stack([theirs(image, factor) for image, factor in zip(floats, factors, strict=True)])
     # torchvision's grey weights for tensors sum to 0.9999, ours and Pillow's to 1; a factor of 3 doubles that.
     torch.testing.assert_close(result, expected, rtol=0, atol=3e-4)
-    # Pillow keeps hue in 8 bits, which costs it up to 2 levels at large turns; the first four factors are those of the recipe.
+    # Pillow keeps hue in 8 bits, which costs it up to 2 levels at large turns; the first four factors are those of the
+    # recipe.
     on_pictures = [theirs(image, factor) for image, factor in zip(pictures[:4], factors[:4], strict=True)]
     assert in_levels(result[:4], as_floats(on_pictures))[0] < 1
 
@@ -209,14 +232,18 @@ def test_colour_jitter_applies_the_four_operations_in_each_images_own_order() ->
     jittered = image_ops.colour_jitter(images, factors, order)
     torch.testing.assert_close(jittered, torch.stack(expected), rtol=0, atol=1e-3)
     assert torch.equal(images, before), "a pure function must not change its input"
-    assert not torch.allclose(image_ops.colour_jitter(images, factors, order.flip(1)), jittered, atol=1e-3), "the order matters"
+    assert not torch.allclose(image_ops.colour_jitter(images, factors, order.flip(1)), jittered, atol=1e-3), (
+        "the order matters"
+    )
 
 
 @pytest.mark.parametrize("shape", [(96, 96), (40, 71), (1, 1), (2, 5)])
 def test_gaussian_blur_is_pillows_up_to_its_rounding(shape: tuple[int, int]) -> None:
     sigmas = torch.linspace(0.1, 2.0, 12)
     pictures = [picture(*shape, seed) for seed in range(len(sigmas))]
-    blurred = [image.filter(ImageFilter.GaussianBlur(sigma)) for image, sigma in zip(pictures, sigmas.tolist(), strict=True)]
+    blurred = [
+        image.filter(ImageFilter.GaussianBlur(sigma)) for image, sigma in zip(pictures, sigmas.tolist(), strict=True)
+    ]
     mean, largest = in_levels(image_ops.gaussian_blur(as_floats(pictures), sigmas), as_floats(blurred))
     assert mean < 0.5
     assert largest < 3  # Pillow rounds after each of its six passes, by half a level at most
@@ -241,12 +268,18 @@ def test_solarise_inverts_exactly_what_pillow_inverts() -> None:
 def test_normalise_subtracts_the_mean_and_divides_by_the_deviation_of_each_channel() -> None:
     floats = as_floats([picture(10, 12)])
     mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-    torch.testing.assert_close(image_ops.normalise(floats, mean, std), reference.normalize(floats, list(mean), list(std)))
+    torch.testing.assert_close(
+        image_ops.normalise(floats, mean, std), reference.normalize(floats, list(mean), list(std))
+    )
 
 
 def test_update_rows_changes_the_chosen_images_only() -> None:
     images = torch.rand(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
-    before, chosen, factors = images.clone(), torch.tensor([False, True, False, True, False]), torch.linspace(0.1, 0.5, 5)
+    before, chosen, factors = (
+        images.clone(),
+        torch.tensor([False, True, False, True, False]),
+        torch.linspace(0.1, 0.5, 5),
+    )
     image_ops.update_rows(images, chosen, image_ops.adjust_brightness, factors)
     assert torch.equal(images[~chosen], before[~chosen])
     torch.testing.assert_close(images[chosen], before[chosen] * factors[chosen].view(-1, 1, 1, 1))

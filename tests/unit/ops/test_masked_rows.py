@@ -38,7 +38,11 @@ def test_small_batches_have_a_slot_for_every_patch_that_can_be_hidden() -> None:
 
 
 def test_large_batches_have_slots_by_hoeffdings_inequality() -> None:
-    assert num_slots(256, 196, **IBOT_RATIOS) == math.ceil(256 * 0.15 * 196 + 98 * math.sqrt(256 * math.log(1e9) / 2)) == 12_574
+    assert (
+        num_slots(256, 196, **IBOT_RATIOS)
+        == math.ceil(256 * 0.15 * 196 + 98 * math.sqrt(256 * math.log(1e9) / 2))
+        == 12_574
+    )
     assert num_slots(2048, 196, **IBOT_RATIOS) < 0.2 * 2048 * 196
 
 

@@ -26,7 +26,9 @@ def world(
     return student, teacher, unit_rows(num_blocks, block_size, dim, seed=seed + 3)
 
 
-def loss_by_loops(student: Tensor, teacher: Tensor, blocks: Tensor, student_temperature: float, teacher_temperature: float) -> float:
+def loss_by_loops(
+    student: Tensor, teacher: Tensor, blocks: Tensor, student_temperature: float, teacher_temperature: float
+) -> float:
     """The definition, one number at a time."""
     terms = []
     for v in range(len(student)):
@@ -57,27 +59,44 @@ def worlds(draw: st.DrawFn) -> tuple[tuple[Tensor, Tensor, Tensor], float, float
     block_size = draw(st.integers(1, 48), label="block size")
     temperatures = st.floats(0.03, 0.5)
     seed = draw(st.integers(0, 1000), label="seed")
-    return world(views, teacher_views, samples, dim, num_blocks, block_size, seed), draw(temperatures), draw(temperatures)
+    return (
+        world(views, teacher_views, samples, dim, num_blocks, block_size, seed),
+        draw(temperatures),
+        draw(temperatures),
+    )
 
 
 def value_and_gradient(
-    loss_function: Callable[..., Tensor], inputs: tuple[Tensor, Tensor, Tensor], student_temperature: float, teacher_temperature: float
+    loss_function: Callable[..., Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    student_temperature: float,
+    teacher_temperature: float,
 ) -> tuple[Tensor, Tensor]:
     student = inputs[0].clone().requires_grad_()
-    loss = loss_function(student, *inputs[1:], student_temperature=student_temperature, teacher_temperature=teacher_temperature)
+    loss = loss_function(
+        student, *inputs[1:], student_temperature=student_temperature, teacher_temperature=teacher_temperature
+    )
     (gradient,) = torch.autograd.grad(loss, student)
     return loss.detach(), gradient
 
 
-def assert_agrees_with_reference(inputs: tuple[Tensor, Tensor, Tensor], student_temperature: float, teacher_temperature: float) -> None:
+def assert_agrees_with_reference(
+    inputs: tuple[Tensor, Tensor, Tensor], student_temperature: float, teacher_temperature: float
+) -> None:
     loss, gradient = value_and_gradient(memory_loss, inputs, student_temperature, teacher_temperature)
     doubles = tuple(tensor.double() for tensor in inputs)
-    true_loss, true_gradient = value_and_gradient(memory_loss_reference, doubles, student_temperature, teacher_temperature)  # type: ignore[arg-type]
+    true_loss, true_gradient = value_and_gradient(
+        memory_loss_reference, doubles, student_temperature, teacher_temperature
+    )  # type: ignore[arg-type]
     assert loss.dtype == gradient.dtype == torch.float32
-    # Absolute: the loss is a difference of numbers up to 1 / tau_s, so float32 leaves this much; a block of one row has loss 0.
+    # Absolute: the loss is a difference of numbers up to 1 / tau_s, so float32 leaves this much; a block of one row has
+    # loss 0.
     assert loss.item() == pytest.approx(true_loss.item(), rel=1e-5, abs=4e-7 / student_temperature)
-    # Where the networks agree the true gradient vanishes; float32 leaves 1e-6 of the largest there can be, 1 / (tau_s sqrt(V N)).
-    scale = max(true_gradient.norm().item(), 0.02 / (student_temperature * math.sqrt(gradient.shape[0] * gradient.shape[1])))
+    # Where the networks agree the true gradient vanishes; float32 leaves 1e-6 of the largest there can be, 1 / (tau_s
+    # sqrt(V N)).
+    scale = max(
+        true_gradient.norm().item(), 0.02 / (student_temperature * math.sqrt(gradient.shape[0] * gradient.shape[1]))
+    )
     assert (gradient.double() - true_gradient).norm().item() < 1e-4 * scale
 
 
@@ -113,7 +132,11 @@ def test_both_paths_are_taken_where_they_should_be() -> None:
     assert not memory_attention._can_fuse(torch.zeros(2, 12))
     assert not memory_attention._can_fuse(torch.zeros(2, 264))
     assert not memory_attention._can_fuse(torch.zeros(2, 16, dtype=torch.float64))
-    assert list(memory_attention._query_chunks(5, memory_attention._MAX_LOGITS // 2)) == [slice(0, 2), slice(2, 4), slice(4, 6)]
+    assert list(memory_attention._query_chunks(5, memory_attention._MAX_LOGITS // 2)) == [
+        slice(0, 2),
+        slice(2, 4),
+        slice(4, 6),
+    ]
     assert len(list(memory_attention._query_chunks(3, memory_attention._MAX_LOGITS * 2))) == 3
 
 
@@ -135,12 +158,19 @@ def test_views_that_are_not_shared_are_all_compared(num_views: int, num_teacher_
     loss = memory_loss(student, teacher, blocks, **temperatures, shared_views=False)
     # View 0 of two against teacher view 1 of two, and the reverse: the same pair twice.
     doubled = [(torch.stack([view, view]), torch.stack([target, target])) for view in student for target in teacher]
-    expected = torch.stack([memory_loss_reference(views, targets, blocks, **temperatures) for views, targets in doubled]).mean()
+    expected = torch.stack(
+        [memory_loss_reference(views, targets, blocks, **temperatures) for views, targets in doubled]
+    ).mean()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
-        memory_loss_reference(student, teacher, blocks, **temperatures, shared_views=False), expected, rtol=1e-5, atol=1e-6
+        memory_loss_reference(student, teacher, blocks, **temperatures, shared_views=False),
+        expected,
+        rtol=1e-5,
+        atol=1e-6,
     )
-    (gradient,), (true_gradient,) = (torch.autograd.grad(value, student, retain_graph=True) for value in (loss, expected))
+    (gradient,), (true_gradient,) = (
+        torch.autograd.grad(value, student, retain_graph=True) for value in (loss, expected)
+    )
     torch.testing.assert_close(gradient, true_gradient, rtol=1e-4, atol=1e-6)
 
 
@@ -174,7 +204,9 @@ def test_bfloat16_operands_give_nearly_the_same_in_float32(dim: int) -> None:
     inputs = world(4, 2, 8, dim, 2, 64)
     loss, gradient = value_and_gradient(memory_loss, inputs, 0.1, 0.07)
     student = inputs[0].clone().requires_grad_()
-    rough = memory_loss(student, *inputs[1:], student_temperature=0.1, teacher_temperature=0.07, operand_dtype=torch.bfloat16)
+    rough = memory_loss(
+        student, *inputs[1:], student_temperature=0.1, teacher_temperature=0.07, operand_dtype=torch.bfloat16
+    )
     (rough_gradient,) = torch.autograd.grad(rough, student)
     assert rough.dtype == rough_gradient.dtype == torch.float32
     assert rough.item() == pytest.approx(loss.item(), rel=5e-3)
@@ -190,7 +222,9 @@ def test_autocast_changes_nothing_as_the_operand_type_alone_decides(operand_dtyp
     for enabled in (False, True):
         student = inputs[0].clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            loss = memory_loss(student, *inputs[1:], student_temperature=0.1, teacher_temperature=0.07, operand_dtype=operand_dtype)
+            loss = memory_loss(
+                student, *inputs[1:], student_temperature=0.1, teacher_temperature=0.07, operand_dtype=operand_dtype
+            )
         results.append((loss.detach(), torch.autograd.grad(loss, student)[0]))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
@@ -212,7 +246,10 @@ def test_which_rows_share_a_block_does_matter() -> None:
     """Otherwise the random partition would be for nothing, and the test above would hold for any mistake."""
     student, teacher, blocks = world(3, 2, 4, 16, 2, 24)
     regrouped = torch.stack([blocks[:, :12].flatten(0, 1), blocks[:, 12:].flatten(0, 1)])
-    first, second = (memory_loss(student, teacher, cut, student_temperature=0.1, teacher_temperature=0.05) for cut in (blocks, regrouped))
+    first, second = (
+        memory_loss(student, teacher, cut, student_temperature=0.1, teacher_temperature=0.05)
+        for cut in (blocks, regrouped)
+    )
     assert abs(first - second) > 1e-4
 
 
@@ -235,7 +272,9 @@ def test_attend_gives_the_softmax_mean_and_the_logsumexp_averaged_over_blocks() 
 def test_block_entropy_is_the_mean_entropy_of_the_softmax_over_each_block() -> None:
     queries, blocks = unit_rows(5, 16, seed=0), unit_rows(3, 20, 16, seed=1)
     shares = (torch.einsum("rd,bkd->brk", queries, blocks) / 0.2).softmax(dim=-1)
-    assert block_entropy(queries, blocks, 0.2).item() == pytest.approx(-(shares * shares.log()).sum(dim=-1).mean().item(), rel=1e-5)
+    assert block_entropy(queries, blocks, 0.2).item() == pytest.approx(
+        -(shares * shares.log()).sum(dim=-1).mean().item(), rel=1e-5
+    )
 
 
 def test_block_entropy_is_zero_for_one_winner_and_ln_of_the_rows_when_all_are_alike() -> None:
@@ -248,7 +287,12 @@ def test_block_entropy_is_zero_for_one_winner_and_ln_of_the_rows_when_all_are_al
 @pytest.mark.parametrize(
     ("student", "teacher", "blocks", "message"),
     [
-        ((3, 4), (2, 3, 4), (1, 5, 4), r"expected student \[views, samples, dim\].*got \[3, 4\], \[2, 3, 4\], \[1, 5, 4\]"),
+        (
+            (3, 4),
+            (2, 3, 4),
+            (1, 5, 4),
+            r"expected student \[views, samples, dim\].*got \[3, 4\], \[2, 3, 4\], \[1, 5, 4\]",
+        ),
         ((2, 3, 4), (2, 3, 4), (5, 4), r"blocks \[blocks, rows, dim\]"),
         ((2, 3, 4), (2, 2, 4), (1, 5, 4), "samples or dimensions differ"),
         ((2, 3, 4), (2, 3, 4), (1, 5, 8), "samples or dimensions differ"),
@@ -258,16 +302,28 @@ def test_block_entropy_is_zero_for_one_winner_and_ln_of_the_rows_when_all_are_al
     ],
 )
 def test_wrong_shapes_are_refused_with_the_shapes_given(
-    loss_function: Callable[..., Tensor], student: tuple[int, ...], teacher: tuple[int, ...], blocks: tuple[int, ...], message: str
+    loss_function: Callable[..., Tensor],
+    student: tuple[int, ...],
+    teacher: tuple[int, ...],
+    blocks: tuple[int, ...],
+    message: str,
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        loss_function(torch.ones(student), torch.ones(teacher), torch.ones(blocks), student_temperature=0.1, teacher_temperature=0.1)
+        loss_function(
+            torch.ones(student),
+            torch.ones(teacher),
+            torch.ones(blocks),
+            student_temperature=0.1,
+            teacher_temperature=0.1,
+        )
 
 
 @pytest.mark.parametrize(("student_temperature", "teacher_temperature"), [(0.0, 0.1), (0.1, -0.1)])
 def test_temperatures_must_be_positive(student_temperature: float, teacher_temperature: float) -> None:
     with pytest.raises(ValueError, match="temperatures must be positive"):
-        memory_loss(*world(2, 2, 2, 8, 1, 4), student_temperature=student_temperature, teacher_temperature=teacher_temperature)
+        memory_loss(
+            *world(2, 2, 2, 8, 1, 4), student_temperature=student_temperature, teacher_temperature=teacher_temperature
+        )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -277,7 +333,12 @@ def test_on_a_gpu_the_loss_is_that_of_the_cpu(dtype: torch.dtype) -> None:
     loss, gradient = value_and_gradient(memory_loss, inputs, 0.1, 0.04)
     student = inputs[0].cuda().requires_grad_()
     on_gpu = memory_loss(
-        student, inputs[1].cuda(), inputs[2].cuda(), student_temperature=0.1, teacher_temperature=0.04, operand_dtype=dtype
+        student,
+        inputs[1].cuda(),
+        inputs[2].cuda(),
+        student_temperature=0.1,
+        teacher_temperature=0.04,
+        operand_dtype=dtype,
     )
     (gradient_on_gpu,) = torch.autograd.grad(on_gpu, student)
     assert on_gpu.item() == pytest.approx(loss.item(), rel=1e-4 if dtype == torch.float32 else 5e-3)

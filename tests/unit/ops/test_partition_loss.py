@@ -9,11 +9,20 @@ from massl.ops.partition_loss import imbalance, partition_terms, reference_parti
 
 
 def inputs(
-    *, views: int = 5, targets: int = 2, images: int = 6, dim: int = 8, blocks: int = 5, size: int = 7, length: float = 3.0
+    *,
+    views: int = 5,
+    targets: int = 2,
+    images: int = 6,
+    dim: int = 8,
+    blocks: int = 5,
+    size: int = 7,
+    length: float = 3.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(views + blocks)
     centres = torch.randn(images, dim, generator=generator)
-    student, teacher = (length * (centres + torch.randn(count, images, dim, generator=generator)) for count in (views, targets))
+    student, teacher = (
+        length * (centres + torch.randn(count, images, dim, generator=generator)) for count in (views, targets)
+    )
     student_blocks = torch.randn(blocks, size, dim, generator=generator)
     teacher_blocks = student_blocks + 0.1 * torch.randn(blocks, size, dim, generator=generator)
     return student.requires_grad_(), teacher, student_blocks.requires_grad_(), teacher_blocks
@@ -27,9 +36,13 @@ def values_and_gradients(terms: tuple[Tensor, Tensor], *leaves: Tensor) -> list[
     return [disagreement.detach(), mean_shares.detach(), *torch.autograd.grad(mixture, leaves)]
 
 
-@pytest.mark.parametrize("max_logits", [1, 2 * 7 * 6 * 7, 1 << 26], ids=["one block at a time", "chunks of 2, 2 and 1", "all at once"])
+@pytest.mark.parametrize(
+    "max_logits", [1, 2 * 7 * 6 * 7, 1 << 26], ids=["one block at a time", "chunks of 2, 2 and 1", "all at once"]
+)
 @pytest.mark.parametrize("length", [0.0, 1.0, 3.0, 40.0], ids=["all alike", "soft", "sharp", "clamped"])
-def test_values_and_gradients_are_those_of_the_slow_truth(max_logits: int, length: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients_are_those_of_the_slow_truth(
+    max_logits: int, length: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(partition_loss, "_MAX_LOGITS", max_logits)
     student, teacher, student_blocks, teacher_blocks = inputs(length=length)
     given = (student, teacher, student_blocks, teacher_blocks)
@@ -49,7 +62,9 @@ def test_any_number_of_views_is_averaged_over_pairs_of_different_ones(views: int
 
 
 def test_the_slow_truth_is_minus_the_logarithm_of_overlaps_and_the_mean_of_all_softmaxes() -> None:
-    student, teacher, blocks, teacher_blocks = (tensor.detach().double() for tensor in inputs(views=3, images=2, blocks=2, length=0.5))
+    student, teacher, blocks, teacher_blocks = (
+        tensor.detach().double() for tensor in inputs(views=3, images=2, blocks=2, length=0.5)
+    )
     total, num_terms, shares = 0.0, 0, torch.zeros(2, 7, dtype=torch.float64)
     for block in range(2):
         for image in range(2):
@@ -89,7 +104,9 @@ def test_either_result_may_be_used_alone() -> None:
     for position in (0, 1):
         result = partition_terms(student, *rest)[position].square().sum()
         expected = reference_partition_terms(student, *rest)[position].square().sum()
-        torch.testing.assert_close(*(torch.autograd.grad(one, student)[0] for one in (result, expected)), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(one, student)[0] for one in (result, expected)), rtol=1e-4, atol=1e-6
+        )
 
 
 def test_embeddings_that_cannot_choose_and_embeddings_that_all_choose_the_same_both_cost_ln_of_the_block_size() -> None:
@@ -134,7 +151,9 @@ def test_autocast_has_no_say() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_computes_the_same(dtype: torch.dtype) -> None:
     student, teacher, student_blocks, teacher_blocks = inputs(views=8, images=32, dim=64, blocks=4, size=64, length=0.3)
-    expected = values_and_gradients(partition_terms(student, teacher, student_blocks, teacher_blocks), student, student_blocks)
+    expected = values_and_gradients(
+        partition_terms(student, teacher, student_blocks, teacher_blocks), student, student_blocks
+    )
     moved = [tensor.detach().cuda() for tensor in (student, teacher, student_blocks, teacher_blocks)]
     moved[0].requires_grad_()
     moved[2].requires_grad_()

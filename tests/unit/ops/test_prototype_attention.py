@@ -32,14 +32,18 @@ class World:
 
     def to(self, *target: Any) -> "World":
         moved = {field.name: getattr(self, field.name) for field in fields(self)}
-        return World(**{name: value.to(*target) if isinstance(value, Tensor) else value for name, value in moved.items()})
+        return World(
+            **{name: value.to(*target) if isinstance(value, Tensor) else value for name, value in moved.items()}
+        )
 
 
 def draw_normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def world(views: int = 3, teacher_views: int = 2, rows: int = 4, dim: int = 8, prototypes: int = 16, seed: int = 0) -> World:
+def world(
+    views: int = 3, teacher_views: int = 2, rows: int = 4, dim: int = 8, prototypes: int = 16, seed: int = 0
+) -> World:
     """Views of a row, and prototypes of the two networks, are alike, as they are after some training."""
     centres = normalize(draw_normal(rows, dim, seed=seed), dim=-1)
     student_prototypes = normalize(draw_normal(prototypes, dim, seed=seed + 1), dim=-1)
@@ -57,7 +61,9 @@ def loss_of(inputs: World, function: Callable[..., Tensor] = prototype_loss, **c
     return function(**{**{field.name: getattr(inputs, field.name) for field in fields(inputs)}, **changed})
 
 
-def value_and_gradients(inputs: World, function: Callable[..., Tensor] = prototype_loss, **changed: Any) -> tuple[Tensor, Tensor, Tensor]:
+def value_and_gradients(
+    inputs: World, function: Callable[..., Tensor] = prototype_loss, **changed: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     student, prototypes = inputs.student.clone().requires_grad_(), inputs.student_prototypes.clone().requires_grad_()
     loss = loss_of(replace(inputs, student=student, student_prototypes=prototypes), function, **changed)
     return loss.detach(), *torch.autograd.grad(loss, (student, prototypes))
@@ -71,14 +77,18 @@ def truth(inputs: World) -> tuple[Tensor, Tensor, Tensor]:
 def loss_by_numpy(inputs: World) -> float:
     """The definition, one cross-entropy at a time."""
     arrays = {
-        field.name: np.asarray(getattr(inputs, field.name), dtype=np.float64) for field in fields(inputs) if field.name != "row_weights"
+        field.name: np.asarray(getattr(inputs, field.name), dtype=np.float64)
+        for field in fields(inputs)
+        if field.name != "row_weights"
     }
     num_views, num_rows, _ = inputs.student.shape
     row_weights = np.full(num_rows, 1 / num_rows) if inputs.row_weights is None else inputs.row_weights.double().numpy()
     total = 0.0
     for v, g, n in np.ndindex(num_views, len(inputs.teacher), num_rows):
         student_logits = arrays["student_prototypes"] @ arrays["student"][v, n] / arrays["student_temperature"]
-        teacher_logits = (arrays["teacher_prototypes"] @ arrays["teacher"][g, n] - arrays["centre"]) / arrays["teacher_temperature"]
+        teacher_logits = (arrays["teacher_prototypes"] @ arrays["teacher"][g, n] - arrays["centre"]) / arrays[
+            "teacher_temperature"
+        ]
         prediction, target = (np.exp(logits) / np.exp(logits).sum() for logits in (student_logits, teacher_logits))
         total += arrays["pair_weights"][v, g] * row_weights[n] * -(target * np.log(prediction)).sum()
     return float(total)
@@ -90,10 +100,14 @@ def worlds(draw: st.DrawFn) -> World:
         return draw(st.integers(1, most), label=label)
 
     views, teacher_views, rows, dim = size("views", 6), size("teacher views", 3), size("rows", 7), size("dim", 20)
-    drawn = world(views, teacher_views, rows, dim, size("prototypes", 40), seed=draw(st.integers(0, 1000), label="seed"))
+    drawn = world(
+        views, teacher_views, rows, dim, size("prototypes", 40), seed=draw(st.integers(0, 1000), label="seed")
+    )
     weights = st.sampled_from([0.0, 0.05, 0.3, 1.0])
     row_weights = draw(st.none() | st.lists(weights, min_size=rows, max_size=rows), label="row weights")
-    pairs = draw(st.lists(weights, min_size=views * teacher_views, max_size=views * teacher_views), label="pair weights")
+    pairs = draw(
+        st.lists(weights, min_size=views * teacher_views, max_size=views * teacher_views), label="pair weights"
+    )
     return replace(
         drawn,
         pair_weights=torch.tensor(pairs).reshape(views, teacher_views),
@@ -105,7 +119,11 @@ def worlds(draw: st.DrawFn) -> World:
 
 def assert_agrees_with_reference(inputs: World) -> None:
     results, truths = value_and_gradients(inputs), truth(inputs)
-    row_weights = torch.full(inputs.student.shape[1:2], 1 / inputs.student.shape[1]) if inputs.row_weights is None else inputs.row_weights
+    row_weights = (
+        torch.full(inputs.student.shape[1:2], 1 / inputs.student.shape[1])
+        if inputs.row_weights is None
+        else inputs.row_weights
+    )
     total_weight = float(inputs.pair_weights.sum() * row_weights.sum())
     # Every result is a difference of numbers up to total_weight / tau_s; float32 leaves a few 1e-7 of that.
     tolerance = 2e-6 * total_weight / inputs.student_temperature
@@ -142,7 +160,9 @@ def test_the_reference_is_the_definition_written_with_numpy(inputs: World) -> No
 
 @pytest.mark.parametrize("function", [prototype_loss, reference_prototype_loss])
 def test_a_case_worked_by_hand(function: Callable[..., Tensor]) -> None:
-    """Two axes as prototypes. The student sees the first, the teacher the second, which the centre takes away: q = (1/2, 1/2)."""
+    """Two axes as prototypes. The student sees the first, the teacher the second, which the centre takes away: q =
+    (1/2, 1/2).
+    """
     inputs = World(
         student=torch.tensor([[[1.0, 0.0]]]),
         teacher=torch.tensor([[[0.0, 1.0]]]),
@@ -176,7 +196,9 @@ def test_gradients_are_the_slopes_of_the_value() -> None:
             step[place] = 1e-5
             above, below = (
                 loss_of(
-                    replace(doubles, **{name: getattr(doubles, name) + way * step}), reference_prototype_loss, operand_dtype=torch.float64
+                    replace(doubles, **{name: getattr(doubles, name) + way * step}),
+                    reference_prototype_loss,
+                    operand_dtype=torch.float64,
                 )
                 for way in (1, -1)
             )
@@ -188,7 +210,9 @@ def test_few_images_at_a_time_bound_the_memory(monkeypatch: pytest.MonkeyPatch) 
     class LargestTensor(TorchDispatchMode):
         numel = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
             result = func(*args, **(kwargs or {}))
             self.numel = max(self.numel, result.numel() if isinstance(result, Tensor) else 0)
             return result
@@ -205,7 +229,13 @@ def test_few_images_at_a_time_bound_the_memory(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("num_rows", "logits_per_row", "ends"),
-    [(128, 14 * 65536, [64, 128]), (73, 14 * 65536, [73]), (74, 14 * 65536, [37, 74]), (10, 1 << 24, [4, 8, 10]), (3, 1 << 27, [1, 2, 3])],
+    [
+        (128, 14 * 65536, [64, 128]),
+        (73, 14 * 65536, [73]),
+        (74, 14 * 65536, [37, 74]),
+        (10, 1 << 24, [4, 8, 10]),
+        (3, 1 << 27, [1, 2, 3]),
+    ],
 )
 def test_chunks_cover_all_rows_in_nearly_equal_parts(num_rows: int, logits_per_row: int, ends: list[int]) -> None:
     chunks = list(prototype_attention._row_chunks(num_rows, logits_per_row))
@@ -246,7 +276,9 @@ def test_a_pair_of_weight_zero_is_left_out() -> None:
 def test_the_teachers_temperature_may_be_a_tensor(dtype: torch.dtype) -> None:
     inputs = world()
     for result, same in zip(
-        value_and_gradients(replace(inputs, teacher_temperature=torch.tensor(0.05, dtype=dtype))), value_and_gradients(inputs), strict=True
+        value_and_gradients(replace(inputs, teacher_temperature=torch.tensor(0.05, dtype=dtype))),
+        value_and_gradients(inputs),
+        strict=True,
     ):
         assert result.dtype == torch.float32
         torch.testing.assert_close(result, same)
@@ -277,7 +309,9 @@ def test_one_gradient_without_the_other_is_the_same(learner: str) -> None:
     alone = getattr(inputs, learner).clone().requires_grad_()
     value = loss_of(replace(inputs, **{learner: alone}))
     torch.testing.assert_close(value.detach(), loss)
-    torch.testing.assert_close(torch.autograd.grad(value, alone)[0], student_gradient if learner == "student" else prototype_gradient)
+    torch.testing.assert_close(
+        torch.autograd.grad(value, alone)[0], student_gradient if learner == "student" else prototype_gradient
+    )
 
 
 @pytest.mark.parametrize("is_enabled", [False, True])
@@ -317,7 +351,11 @@ def test_no_work_is_done_for_gradients_that_nobody_needs(
     inputs = world()
     loss_of(replace(inputs, **{name: getattr(inputs, name).clone().requires_grad_() for name in learners}))
     logits = [3 * 4, 2 * 4]
-    assert work == {"_exponential": [num_exponential_rows], "_product": [*logits, num_mean_rows], "_add_product": [16] * num_added}
+    assert work == {
+        "_exponential": [num_exponential_rows],
+        "_product": [*logits, num_mean_rows],
+        "_add_product": [16] * num_added,
+    }
 
 
 def test_gradients_are_scaled_by_what_comes_after_the_loss() -> None:
@@ -372,7 +410,11 @@ def test_inputs_of_lower_precision_receive_gradients_of_their_own_type() -> None
     inputs = world()
     halves = replace(inputs, student=inputs.student.bfloat16(), student_prototypes=inputs.student_prototypes.bfloat16())
     loss, student_gradient, prototype_gradient = value_and_gradients(halves)
-    assert (loss.dtype, student_gradient.dtype, prototype_gradient.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+    assert (loss.dtype, student_gradient.dtype, prototype_gradient.dtype) == (
+        torch.float32,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
     _, true_student_gradient, true_prototype_gradient = truth(halves)
     torch.testing.assert_close(student_gradient.double(), true_student_gradient, rtol=8e-3, atol=1e-5)
     torch.testing.assert_close(prototype_gradient.double(), true_prototype_gradient, rtol=8e-3, atol=1e-5)
@@ -398,7 +440,9 @@ def test_sharp_softmaxes_stay_finite() -> None:
 
 def test_thousands_of_prototypes_leave_the_rounding_of_float32_alone() -> None:
     """A rough exponential over 16,384 prototypes would show as 1e-5 of the gradients."""
-    inputs = replace(world(3, 2, 4, 256, 16384), pair_weights=cross_view_weights(3, 2, device="cpu"), teacher_temperature=0.04)
+    inputs = replace(
+        world(3, 2, 4, 256, 16384), pair_weights=cross_view_weights(3, 2, device="cpu"), teacher_temperature=0.04
+    )
     results, truths = value_and_gradients(inputs), truth(inputs)
     assert results[0].item() == pytest.approx(truths[0].item(), rel=2e-6)
     for gradient, true in zip(results[1:], truths[1:], strict=True):
@@ -443,14 +487,18 @@ def test_cross_view_weights_average_over_pairs_of_different_views() -> None:
         ("student_prototypes", (0, 8), "empty input.*0 prototypes"),
     ],
 )
-def test_wrong_shapes_are_refused_by_name(function: Callable[..., Tensor], name: str, shape: tuple[int, ...], message: str) -> None:
+def test_wrong_shapes_are_refused_by_name(
+    function: Callable[..., Tensor], name: str, shape: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         loss_of(world(), function, **{name: torch.ones(shape)})
 
 
 @pytest.mark.parametrize("function", [prototype_loss, reference_prototype_loss])
 @pytest.mark.parametrize(("student_temperature", "teacher_temperature"), [(0.0, 0.1), (0.1, -0.1)])
-def test_temperatures_must_be_positive(function: Callable[..., Tensor], student_temperature: float, teacher_temperature: float) -> None:
+def test_temperatures_must_be_positive(
+    function: Callable[..., Tensor], student_temperature: float, teacher_temperature: float
+) -> None:
     with pytest.raises(ValueError, match="temperatures must be positive"):
         loss_of(world(), function, student_temperature=student_temperature, teacher_temperature=teacher_temperature)
 
@@ -476,7 +524,9 @@ def test_on_a_gpu_value_and_gradients_are_those_of_the_reference(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_the_loss_can_be_recorded_and_replayed_with_another_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_the_loss_can_be_recorded_and_replayed_with_another_temperature(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prototype_attention, "_MAX_LOGITS", 1 << 15)
     temperature = torch.tensor(0.04, dtype=torch.float64, device="cuda")
     inputs = replace(world(4, 2, 16, 64, 1024), row_weights=torch.linspace(0, 1, 16)).to("cuda")
@@ -492,6 +542,8 @@ def test_on_a_gpu_the_loss_can_be_recorded_and_replayed_with_another_temperature
     temperature.fill_(0.07)
     graph.replay()
     for result, direct in zip(
-        results, value_and_gradients(replace(inputs, teacher_temperature=0.07), operand_dtype=torch.bfloat16), strict=True
+        results,
+        value_and_gradients(replace(inputs, teacher_temperature=0.07), operand_dtype=torch.bfloat16),
+        strict=True,
     ):
         torch.testing.assert_close(result, direct, rtol=1e-3, atol=1e-5)

@@ -5,13 +5,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from massl.reports.paper import TRANSFER_DATA, paper_figure
+from massl.reports.published.paper import TRANSFER_DATA, paper_figure
 from massl.reports.tables import ResultsTable, as_markdown, as_rich, results_table, transfer_averages
 
 PUBLISHED = "best over rates and epochs (as published)"
 
 
-def result(protocol: str = "knn", data: str = "Pets", setting: str = "k=20", metric: str = "top1", **changes: Any) -> dict[str, Any]:
+def result(
+    protocol: str = "knn", data: str = "Pets", setting: str = "k=20", metric: str = "top1", **changes: Any
+) -> dict[str, Any]:
     return {
         "protocol": protocol,
         "data": data,
@@ -63,7 +65,7 @@ def on_terminal(table: ResultsTable, *, width: int) -> str:
     return screen.getvalue()
 
 
-# ---- what is shown -------------------------------------------------------------------------------------------------------------------
+# ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
 def test_a_line_says_what_was_measured_and_what_the_paper_has() -> None:
@@ -75,7 +77,14 @@ def test_a_line_says_what_was_measured_and_what_the_paper_has() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"setting": "k=21"}, {"metric": "top5"}, {"architecture": "ViT-L/16"}, {"data": "my photographs"}, {"protocol": "logreg"}]
+    "changes",
+    [
+        {"setting": "k=21"},
+        {"metric": "top5"},
+        {"architecture": "ViT-L/16"},
+        {"data": "my photographs"},
+        {"protocol": "logreg"},
+    ],
 )
 def test_beside_what_the_paper_did_not_measure_stands_nothing(changes: dict[str, str]) -> None:
     table = results_table([result(**changes), result("copy-detection", "Copydays", "strong", "mAP")])
@@ -108,7 +117,10 @@ def test_notes_are_marked_once_each_and_explained_below() -> None:
 def test_a_tenth_note_has_a_mark_of_two_digits() -> None:
     rows = [
         result("low-shot", "ImageNet", "1% knn k=20"),
-        *(result("knn", "ImageNet", setting, architecture="ViT-S/16") for setting in ("K=65536", "K=32768", "N_b=16384", "k=20")),
+        *(
+            result("knn", "ImageNet", setting, architecture="ViT-S/16")
+            for setting in ("K=65536", "K=32768", "N_b=16384", "k=20")
+        ),
         result("retrieval", "ROxford5k", "hard", "mAP"),
         result("retrieval", "ROxford5k", "medium", "mAP", architecture="ViT-S/16"),
         result("backgrounds", "ImageNet-9", "only_fg"),
@@ -123,7 +135,7 @@ def test_a_tenth_note_has_a_mark_of_two_digits() -> None:
     assert any("¹⁰" in cell for line in table.lines for cell in line)
 
 
-# ---- means and deviations ------------------------------------------------------------------------------------------------------------
+# ---- means and deviations --------------------------------------------------------------------------------------------
 
 
 def test_a_deviation_joins_its_mean_and_the_papers_stands_beside_it() -> None:
@@ -146,7 +158,7 @@ def test_a_deviation_of_something_else_stays_a_row(name: str) -> None:
     assert cells_of(table, "value") == ["50.00", "0.50"]
 
 
-# ---- order and models ----------------------------------------------------------------------------------------------------------------
+# ---- order and models ------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_one_protocol_and_data_set_come_together() -> None:
@@ -187,11 +199,17 @@ def test_several_models_are_told_apart_line_by_line() -> None:
 
 
 def test_namesakes_are_told_apart_by_weights_and_precision() -> None:
-    assert cells_of(results_table([result(), result(weights="other")]), "model") == ["runs/photos 0123456789abcdef", "runs/photos other"]
-    assert cells_of(results_table([result(), result(precision="bf16")]), "model") == ["runs/photos fp32", "runs/photos bf16"]
+    assert cells_of(results_table([result(), result(weights="other")]), "model") == [
+        "runs/photos 0123456789abcdef",
+        "runs/photos other",
+    ]
+    assert cells_of(results_table([result(), result(precision="bf16")]), "model") == [
+        "runs/photos fp32",
+        "runs/photos bf16",
+    ]
 
 
-# ---- forms ---------------------------------------------------------------------------------------------------------------------------
+# ---- forms -----------------------------------------------------------------------------------------------------------
 
 
 def letters(*texts: str) -> int:
@@ -249,12 +267,13 @@ def test_a_table_of_nothing_is_empty_in_either_form() -> None:
     assert as_markdown(table).startswith("| protocol |")
 
 
-# ---- averages ------------------------------------------------------------------------------------------------------------------------
+# ---- averages --------------------------------------------------------------------------------------------------------
 
 
 def eight_sets(**changes: Any) -> list[dict[str, Any]]:
     return [
-        result(data=data, **{"value": float(number), "num_samples": 10 * number, **changes}) for number, data in enumerate(TRANSFER_DATA)
+        result(data=data, **{"value": float(number), "num_samples": 10 * number, **changes})
+        for number, data in enumerate(TRANSFER_DATA)
     ]
 
 
@@ -269,7 +288,11 @@ def test_averages_of_the_papers_own_figures_are_the_papers_averages() -> None:
     rows = [
         {**row, "value": figure.value}
         for row in eight_sets()
-        if (figure := paper_figure(**{name: row[name] for name in ("protocol", "data", "setting", "metric", "architecture")}))
+        if (
+            figure := paper_figure(
+                **{name: row[name] for name in ("protocol", "data", "setting", "metric", "architecture")}
+            )
+        )
     ]
     (average,) = transfer_averages(rows)
     assert average["value"] == pytest.approx(63.36438755, abs=1e-6)
@@ -280,7 +303,13 @@ def test_averages_of_the_papers_own_figures_are_the_papers_averages() -> None:
 
 def test_there_is_no_average_over_seven_sets_nor_across_models_or_settings() -> None:
     assert transfer_averages(eight_sets()[1:]) == []
-    for changes in ({"setting": "k=10"}, {"metric": "top5"}, {"weights": "b"}, {"precision": "bf16"}, {"protocol": "logreg"}):
+    for changes in (
+        {"setting": "k=10"},
+        {"metric": "top5"},
+        {"weights": "b"},
+        {"precision": "bf16"},
+        {"protocol": "logreg"},
+    ):
         assert transfer_averages([*eight_sets()[1:], {**eight_sets()[0], **changes}]) == []
     assert transfer_averages(eight_sets(setting="best k (k=20)")) == []
 

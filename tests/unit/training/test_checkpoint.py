@@ -13,7 +13,11 @@ from massl.training.checkpoint import CheckpointError, CheckpointStore, load_che
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"step": step, "method": {"weight": torch.full((1000,), float(step))}, "optimizer": {"state": {}, "betas": (0.9, 0.999)}}
+    return {
+        "step": step,
+        "method": {"weight": torch.full((1000,), float(step))},
+        "optimizer": {"state": {}, "betas": (0.9, 0.999)},
+    }
 
 
 def store_with(folder: Path, *steps: int, keep_last: int = 2, milestone_every: int = 0) -> CheckpointStore:
@@ -79,7 +83,9 @@ def test_a_writer_that_fails_midway_leaves_the_old_file_and_nothing_else(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_the_target_is_replaced_only_when_everything_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_target_is_replaced_only_when_everything_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, events = tmp_path / "file", list[str]()
     target.write_bytes(b"old")
     fsync, replace = os.fsync, Path.replace
@@ -107,7 +113,8 @@ def test_a_full_disk_is_reported_with_what_is_intact(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(
-            CheckpointError, match=r"could not write .*step_000000020\.pt: .*Is the disk full\? The checkpoint of step 10 is intact"
+            CheckpointError,
+            match=r"could not write .*step_000000020\.pt: .*Is the disk full\? The checkpoint of step 10 is intact",
         ):
             store.save(20, {"weight": torch.zeros(1_000_000)}, milestone_every=0)
     finally:
@@ -123,12 +130,16 @@ def test_a_disk_that_refuses_the_flush_is_reported_too(tmp_path: Path, monkeypat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(checkpoint.os, "fsync", refuse)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*No earlier checkpoint exists\. Free some space"):
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device.*No earlier checkpoint exists\. Free some space"
+    ):
         store_with(tmp_path, 10)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_nothing_old_is_dropped_before_the_new_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_old_is_dropped_before_the_new_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = store_with(tmp_path, 10, 20)
     monkeypatch.setattr(checkpoint.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     with pytest.raises(CheckpointError, match="The checkpoint of step 20 is intact"):
@@ -141,7 +152,8 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_taken(tmp
     store = store_with(tmp_path, 10, 20)
     path = store.path(20)
     content = path.read_bytes()
-    zeros_at = content.index(torch.full((1000,), 20.0).numpy().tobytes()) + 512  # amid the weights: the file's structure is intact
+    # amid the weights: the file's structure is intact
+    zeros_at = content.index(torch.full((1000,), 20.0).numpy().tobytes()) + 512
     path.write_bytes(
         {
             "empty": b"",

@@ -14,7 +14,7 @@ from massl.methods.massl import MaSSL, MaSSLHeadSettings, MaSSLSettings
 from massl.nn.backbone import BackboneSettings
 from massl.nn.memory import MemorySettings
 from massl.training.graphed_step import GraphedStep, HyperOnDevice
-from massl.training.optimizer import OptimizerSettings, build_optimizer
+from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.step import TrainingStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -24,7 +24,9 @@ PART_SIZE = 8
 
 
 def training_step(*, fused: bool = True, bf16: bool = True, drop_path_rate: float = 0.3) -> TrainingStep:
-    settings = MaSSLSettings(head=MaSSLHeadSettings(hidden_dim=64, out_dim=64), memory=MemorySettings(num_rows=256, block_size=128))
+    settings = MaSSLSettings(
+        head=MaSSLHeadSettings(hidden_dim=64, out_dim=64), memory=MemorySettings(num_rows=256, block_size=128)
+    )
     backbone = BackboneSettings(
         name="vit_tiny_patch16_224",
         image_size=32,
@@ -34,7 +36,9 @@ def training_step(*, fused: bool = True, bf16: bool = True, drop_path_rate: floa
     )
     method = MaSSL(settings, backbone, seed=0)
     with torch.no_grad():  # as after some training: embeddings of different images differ
-        for seed, (student, teacher) in enumerate(zip(method.student.parameters(), method.teacher.parameters(), strict=True)):
+        for seed, (student, teacher) in enumerate(
+            zip(method.student.parameters(), method.teacher.parameters(), strict=True)
+        ):
             change = 0.1 * torch.randn(student.shape, generator=torch.Generator().manual_seed(seed))
             student.add_(change)
             teacher.add_(change)
@@ -46,7 +50,9 @@ def training_step(*, fused: bool = True, bf16: bool = True, drop_path_rate: floa
 
 
 def views_of(number: int, *, indices_on: torch.device) -> ViewBatch:
-    """One part of a batch; the numbers of its images lie on the CPU in training, and on the device for a step that has no graph."""
+    """One part of a batch; the numbers of its images lie on the CPU in training, and on the device for a step that has
+    no graph.
+    """
     generator = torch.Generator().manual_seed(number)
     return ViewBatch(
         global_views=torch.randn(2, PART_SIZE, 3, 32, 32, generator=generator).to(DEVICE, torch.bfloat16),
@@ -71,7 +77,8 @@ def run_graphed(step: TrainingStep, steps: range, num_parts: int) -> list[float]
     losses = []
     for number in steps:
         parts = (views_of(number * num_parts + part, indices_on=cpu) for part in range(num_parts))
-        losses.append(graphed(parts, hyper_at(number), num_parts=num_parts).loss.item())  # read at once: the next replay overwrites it
+        # read at once: the next replay overwrites it
+        losses.append(graphed(parts, hyper_at(number), num_parts=num_parts).loss.item())
     return losses
 
 
@@ -161,19 +168,25 @@ def test_a_restarted_run_continues_bit_for_bit(num_parts: int) -> None:
 
 @pytest.mark.parametrize("drop_path_rate", [0.0, 0.3])
 @pytest.mark.parametrize("memory_lean", [False, True])
-def test_gradients_of_the_fused_step_in_bfloat16_are_near_those_in_float32(memory_lean: bool, drop_path_rate: float) -> None:
+def test_gradients_of_the_fused_step_in_bfloat16_are_near_those_in_float32(
+    memory_lean: bool, drop_path_rate: float
+) -> None:
     fused = training_step(drop_path_rate=drop_path_rate)
     fused.method.set_activation_checkpointing(memory_lean)
     exact = training_step(fused=False, bf16=False, drop_path_rate=drop_path_rate)
     views = views_of(0, indices_on=DEVICE)
     assert views.local_views is not None
-    in_float32 = dataclasses.replace(views, global_views=views.global_views.float(), local_views=views.local_views.float())
+    in_float32 = dataclasses.replace(
+        views, global_views=views.global_views.float(), local_views=views.local_views.float()
+    )
     hyper = HyperOnDevice(DEVICE).set(hyper_at(3))
     loss = fused.forward_backward(views, hyper, num_parts=1, is_last=True).loss.item()
     true_loss = exact.forward_backward(in_float32, hyper, num_parts=1, is_last=True).loss.item()
     assert loss == pytest.approx(true_loss, rel=5e-3)
     gradients, truth = (
-        torch.cat([parameter.grad.flatten() for parameter in step.method.student.parameters() if parameter.grad is not None])
+        torch.cat(
+            [parameter.grad.flatten() for parameter in step.method.student.parameters() if parameter.grad is not None]
+        )
         for step in (fused, exact)
     )
     assert len(gradients) == len(truth) == sum(parameter.numel() for parameter in exact.method.student.parameters())

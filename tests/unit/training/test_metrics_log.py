@@ -75,7 +75,9 @@ def test_warnings_are_on_disk_at_once_and_without_any_there_is_no_file(tmp_path:
 
 
 @pytest.mark.parametrize(("resume_step", "kept"), [(None, []), (10, [5, 10]), (20, [5, 10, 15])])
-def test_a_run_keeps_the_warnings_up_to_the_step_it_resumes_from(tmp_path: Path, resume_step: int | None, kept: list[int]) -> None:
+def test_a_run_keeps_the_warnings_up_to_the_step_it_resumes_from(
+    tmp_path: Path, resume_step: int | None, kept: list[int]
+) -> None:
     with log(tmp_path, resume_step=None) as opened:
         for step in (5, 10, 15):
             opened.warn(step, "slow")
@@ -88,7 +90,10 @@ def test_a_run_keeps_the_warnings_up_to_the_step_it_resumes_from(tmp_path: Path,
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_no_number_is_refused_by_name_and_not_written(tmp_path: Path, value: float) -> None:
-    with log(tmp_path, resume_step=None) as opened, pytest.raises(ValueError, match="not a number in the metrics of step 3: loss"):
+    with (
+        log(tmp_path, resume_step=None) as opened,
+        pytest.raises(ValueError, match="not a number in the metrics of step 3: loss"),
+    ):
         opened.write({"step": 3, "epoch": 0, "loss": value})
     assert steps_in(tmp_path) == []
 
@@ -99,7 +104,12 @@ def test_tensorboard_shows_the_same_values_and_none_of_those_a_resumed_run_dropp
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["loss"]
-    assert [(event.step, pytest.approx(event.value)) for event in events.Scalars("loss")] == [(5, 0.5), (10, 1.0), (15, 1.5), (20, 2.0)]
+    assert [(event.step, pytest.approx(event.value)) for event in events.Scalars("loss")] == [
+        (5, 0.5),
+        (10, 1.0),
+        (15, 1.5),
+        (20, 2.0),
+    ]
 
 
 def test_only_time_and_memory_may_differ_between_two_runs() -> None:

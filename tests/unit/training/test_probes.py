@@ -12,10 +12,12 @@ from massl.data.sources.array import ArraySource
 from massl.data.views import ViewBatch, ViewSettings
 from massl.methods.base import Method, StepHyper, StepOutput
 from massl.nn.backbone import Backbone
-from massl.ops.neighbours import knn_accuracy, knn_accuracy_among_others
+from massl.ops.scoring.neighbours import knn_accuracy, knn_accuracy_among_others
 from massl.training.probes import Probe, ProbeSettings, general_collapse_signs, warnings_of
 
-HYPER = StepHyper(step=0, epoch=0, learning_rate=0.1, weight_decay=0.0, own={"momentum": 0.9, "teacher_temperature": 0.05})
+HYPER = StepHyper(
+    step=0, epoch=0, learning_rate=0.1, weight_decay=0.0, own={"momentum": 0.9, "teacher_temperature": 0.05}
+)
 VIEWS = ViewSettings(global_size=4, local_size=4, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
 
 
@@ -111,7 +113,9 @@ def test_queries_and_database_of_their_own_are_used_whole(tmp_path: Path) -> Non
     images = coloured(12, labels=None).pixels
     np.savez(tmp_path / "queries.npz", images=images, labels=np.arange(12) % 3)
     np.savez(tmp_path / "database.npz", images=images[:9], labels=np.arange(9) % 3)
-    chosen = probe(coloured(3, labels=None), queries=str(tmp_path / "queries.npz"), database=str(tmp_path / "database.npz"))
+    chosen = probe(
+        coloured(3, labels=None), queries=str(tmp_path / "queries.npz"), database=str(tmp_path / "database.npz")
+    )
     assert chosen._database is not None
     assert (len(chosen._queries.indices), len(chosen._database.indices)) == (12, 9)
     assert chosen.measure(Still(), HYPER)["knn_top1"] == 100.0
@@ -150,7 +154,8 @@ def test_other_queries_are_scored_among_all_images_of_the_database(tmp_path: Pat
     database = noise_archive(tmp_path / "database.npz", seed=1)
     with np.load(database) as archive:
         pixels, labels = archive["images"], archive["labels"]
-    pixels[:, 0, 0, 0] ^= 1  # as many as in the database and nearly the same, but others: each finds the image of its own number
+    # as many as in the database and nearly the same, but others: each finds the image of its own number
+    pixels[:, 0, 0, 0] ^= 1
     np.savez(tmp_path / "queries.npz", images=pixels, labels=labels)
     chosen = probe(coloured(3, labels=None), database=database, queries=str(tmp_path / "queries.npz"), num_neighbours=1)
     assert chosen.raw_pixel_knn() == 100.0
@@ -165,14 +170,20 @@ def test_neighbours_among_others_are_those_of_a_database_without_the_image(num_r
     one_by_one = []
     for query in range(60):
         others = database[database != query]
-        one_by_one.append(knn_accuracy(features[query, None], labels[query, None], features[others], labels[others], **settings))
-    among_others = knn_accuracy_among_others(features, labels, features[database], labels[database], torch.arange(60), database, **settings)
+        one_by_one.append(
+            knn_accuracy(features[query, None], labels[query, None], features[others], labels[others], **settings)
+        )
+    among_others = knn_accuracy_among_others(
+        features, labels, features[database], labels[database], torch.arange(60), database, **settings
+    )
     assert among_others == pytest.approx(sum(one_by_one) / 60)
 
 
 def test_a_source_named_for_the_probe_must_have_labels(tmp_path: Path) -> None:
     np.savez(tmp_path / "plain.npz", images=coloured(4, labels=None).pixels)
-    with pytest.raises(RecipeError, match=r"plain\.npz has no labels; k-NN probes need class folders or a labelled data set"):
+    with pytest.raises(
+        RecipeError, match=r"plain\.npz has no labels; k-NN probes need class folders or a labelled data set"
+    ):
         probe(coloured(6, labels=[0, 1, 2, 0, 1, 2]), queries=str(tmp_path / "plain.npz"))
 
 

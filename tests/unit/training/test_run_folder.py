@@ -22,7 +22,9 @@ def claim(path: Path, **changes: object) -> None:
 
 def test_a_new_folder_is_made_and_holds_the_whole_recipe(tmp_path: Path) -> None:
     claim(tmp_path / "runs" / "a")
-    assert PretrainRecipe.model_validate(yaml.safe_load((tmp_path / "runs" / "a" / "recipe.yaml").read_text())) == recipe()
+    assert (
+        PretrainRecipe.model_validate(yaml.safe_load((tmp_path / "runs" / "a" / "recipe.yaml").read_text())) == recipe()
+    )
 
 
 def test_an_empty_folder_and_a_run_of_the_same_recipe_may_be_used(tmp_path: Path) -> None:
@@ -34,7 +36,9 @@ def test_an_empty_folder_and_a_run_of_the_same_recipe_may_be_used(tmp_path: Path
 
 def test_a_folder_with_other_things_in_it_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(RunFolderError, match=r"is not empty and holds no massl run; choose another --output \(nothing was changed\)"):
+    with pytest.raises(
+        RunFolderError, match=r"is not empty and holds no massl run; choose another --output \(nothing was changed\)"
+    ):
         claim(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -56,7 +60,9 @@ def test_a_run_of_another_recipe_is_refused_and_every_difference_named(tmp_path:
     before = (tmp_path / "recipe.yaml").read_text()
     with pytest.raises(RunFolderError) as caught:
         claim(tmp_path, trainer__seed=1, method__memory__num_rows=4096)
-    assert "method.memory.num_rows was 2048, now 4096; trainer.seed was 0, now 1. Give the same values" in str(caught.value)
+    assert "method.memory.num_rows was 2048, now 4096; trainer.seed was 0, now 1. Give the same values" in str(
+        caught.value
+    )
     assert (tmp_path / "recipe.yaml").read_text() == before
 
 
@@ -69,7 +75,8 @@ def test_a_backbone_of_other_options_is_another_recipe(tmp_path: Path) -> None:
 def test_what_decides_no_result_may_change(tmp_path: Path) -> None:
     claim(tmp_path)
     claim(tmp_path, trainer__max_steps=7, data__num_workers=0, trainer__accumulation_steps=2, trainer__device="cpu")
-    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["trainer"]["max_steps"] == 7  # the file says what was run last
+    # the file says what was run last
+    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["trainer"]["max_steps"] == 7
     kept = RunFolder(tmp_path, recipe()).binding_text()
     assert RunFolder(tmp_path, recipe(trainer__keep_checkpoints=9)).differences_from(kept) == []
 
@@ -82,7 +89,9 @@ def test_a_checkpoint_of_other_values_differs_but_not_for_settings_that_it_did_n
     older = {key: value for key, value in json.loads(kept).items() if key != "optimizer.learning_rate"}
     assert RunFolder(tmp_path, recipe(optimizer__learning_rate=1.0)).differences_from(json.dumps(older)) == []
     newer = {**json.loads(kept), "optimizer.nesterov": True}
-    assert RunFolder(tmp_path, recipe()).differences_from(json.dumps(newer)) == ["optimizer.nesterov was True, now None"]
+    assert RunFolder(tmp_path, recipe()).differences_from(json.dumps(newer)) == [
+        "optimizer.nesterov was True, now None"
+    ]
 
 
 def test_everything_that_may_change_exists() -> None:

@@ -1,11 +1,13 @@
 import pytest
 
 from massl.methods.base import StepHyper, TeacherSettings
-from massl.training.optimizer import OptimizerSettings
+from massl.training.optimizers import OptimizerSettings
 from massl.training.schedules import Schedules, cosine, warm_up
 
 
-def schedules(*, epochs: int = 10, warmup_epochs: float = 0.0, temperature_warmup_epochs: float = 2.0, batch_size: int = 512) -> Schedules:
+def schedules(
+    *, epochs: int = 10, warmup_epochs: float = 0.0, temperature_warmup_epochs: float = 2.0, batch_size: int = 512
+) -> Schedules:
     return Schedules(
         optimizer=OptimizerSettings(learning_rate=5e-4, min_learning_rate=1e-6, warmup_epochs=warmup_epochs),
         ramps=TeacherSettings(momentum=0.9, temperature_warmup_epochs=temperature_warmup_epochs).ramps(),
@@ -57,7 +59,12 @@ def test_a_warm_up_rises_linearly_from_zero_and_reaches_the_peak() -> None:
 def test_the_teacher_temperature_rises_per_step_and_then_stays() -> None:
     plan = schedules(temperature_warmup_epochs=2)
     assert plan.at(100).teacher_temperature == pytest.approx(0.04 + 0.03 * 100 / 199)
-    assert plan.at(199).teacher_temperature == plan.at(200).teacher_temperature == plan.at(900).teacher_temperature == pytest.approx(0.07)
+    assert (
+        plan.at(199).teacher_temperature
+        == plan.at(200).teacher_temperature
+        == plan.at(900).teacher_temperature
+        == pytest.approx(0.07)
+    )
     assert schedules(temperature_warmup_epochs=0).at(0).teacher_temperature == 0.07
 
 
@@ -65,7 +72,10 @@ def test_the_teacher_temperature_rises_per_step_and_then_stays() -> None:
 def test_a_warm_up_as_long_as_the_run_or_longer_never_crashes(warmup_epochs: float) -> None:
     plan = schedules(warmup_epochs=warmup_epochs, temperature_warmup_epochs=warmup_epochs)
     values = [plan.at(step) for step in range(plan.num_steps)]
-    assert all(0.0 <= hyper.learning_rate <= 1e-3 * (1 + 1e-12) and 0.04 <= hyper.teacher_temperature <= 0.07 for hyper in values)
+    assert all(
+        0.0 <= hyper.learning_rate <= 1e-3 * (1 + 1e-12) and 0.04 <= hyper.teacher_temperature <= 0.07
+        for hyper in values
+    )
 
 
 def test_a_warm_up_of_a_single_step_starts_at_its_start() -> None:

@@ -4,8 +4,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from massl.methods.base import StepHyper
-from massl.training.optimizer import OptimizerSettings, build_optimizer
-from massl.training.sgd import DecayedSGD
+from massl.training.optimizers import DecayedSGD, OptimizerSettings, build_optimizer
 
 SETTINGS = OptimizerSettings(name="sgd", momentum=0.8, clip_norm=0.0)
 
@@ -14,7 +13,9 @@ def hyper(learning_rate: float | Tensor = 0.3, weight_decay: float | Tensor = 0.
     return StepHyper(step=0, epoch=0, learning_rate=learning_rate, weight_decay=weight_decay, own={})
 
 
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, *, num_steps: int, value: StepHyper | None = None) -> None:
+def train(
+    module: nn.Module, optimizer: torch.optim.Optimizer, *, num_steps: int, value: StepHyper | None = None
+) -> None:
     for step in range(num_steps):
         optimizer.zero_grad()
         inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))

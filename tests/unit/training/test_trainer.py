@@ -12,7 +12,7 @@ from torch import nn
 from massl import distributed
 from massl.commands.recipe import PretrainRecipe
 from massl.config import RecipeError, merge, validate
-from massl.data.loader import Loader
+from massl.data.loading.loader import Loader
 from massl.data.order import EpochOrder
 from massl.data.sources.array import ArraySource
 from massl.data.views import ViewBatch
@@ -77,7 +77,13 @@ def trainer(output: Path, *, method_type: type[MaSSL] = MaSSL, **changes: Any) -
     folder = RunFolder(output, recipe)
     output.mkdir(parents=True, exist_ok=True)
     probe = Probe(
-        recipe.probes, data=recipe.data, views=recipe.views, training_source=SOURCE, seed=0, device=torch.device("cpu"), on_skip=print
+        recipe.probes,
+        data=recipe.data,
+        views=recipe.views,
+        training_source=SOURCE,
+        seed=0,
+        device=torch.device("cpu"),
+        on_skip=print,
     )
     return Trainer(
         settings,
@@ -106,7 +112,10 @@ def checkpoint(output: Path, step: int) -> dict[str, Any]:
 
 
 def rows_without_timing(output: Path) -> list[dict[str, float]]:
-    return [{key: value for key, value in row.items() if key not in TIMING_KEYS} for row in read_metrics(output / "metrics.jsonl")]
+    return [
+        {key: value for key, value in row.items() if key not in TIMING_KEYS}
+        for row in read_metrics(output / "metrics.jsonl")
+    ]
 
 
 def assert_equal(first: Any, second: Any, where: str = "checkpoint") -> None:
@@ -138,7 +147,8 @@ def test_a_run_logs_every_step_and_leaves_a_checkpoint_and_a_backbone(straight_r
     assert [row["step"] for row in rows] == list(range(7))
     assert [row["epoch"] for row in rows] == [0, 0, 0, 1, 1, 1, 2]
     assert [row["step"] for row in rows if "knn_top1" in row] == [0, 3, 6]
-    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-6)  # the row of step 0 is the first batch, before training
+    # the row of step 0 is the first batch, before training
+    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-6)
     assert checkpoint(straight_run, 6)["step"] == 6
     assert (straight_run / "backbone.safetensors").is_file()
 
@@ -151,17 +161,23 @@ def test_the_checkpoint_holds_the_networks_the_memory_and_the_optimiser(straight
 
 
 @pytest.mark.parametrize("stops", [(2,), (3,), (1, 4)])
-def test_a_run_that_was_stopped_and_continued_is_the_same_bit_for_bit(straight_run: Path, tmp_path: Path, stops: tuple[int, ...]) -> None:
+def test_a_run_that_was_stopped_and_continued_is_the_same_bit_for_bit(
+    straight_run: Path, tmp_path: Path, stops: tuple[int, ...]
+) -> None:
     for max_steps in stops:
         assert fit(tmp_path, trainer__max_steps=max_steps).step == max_steps
     assert fit(tmp_path).step == 6
     assert_equal(checkpoint(tmp_path, 6), checkpoint(straight_run, 6))
     expected = rows_without_timing(straight_run)
     # A run that ends at a step probes there, so that row says more; what both say is the same.
-    assert [{key: row[key] for key in wanted} for row, wanted in zip(rows_without_timing(tmp_path), expected, strict=True)] == expected
+    assert [
+        {key: row[key] for key in wanted} for row, wanted in zip(rows_without_timing(tmp_path), expected, strict=True)
+    ] == expected
 
 
-def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_to_go_on_from(straight_run: Path, tmp_path: Path) -> None:
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_to_go_on_from(
+    straight_run: Path, tmp_path: Path
+) -> None:
     class Interrupted(Faulty):
         at_step, fault = 1, "signal"
 
@@ -192,25 +208,33 @@ def test_activation_checkpointing_trains_the_same_networks_bit_for_bit(straight_
 
 def test_a_checkpoint_of_another_recipe_is_refused(straight_run: Path, tmp_path: Path) -> None:
     fit(tmp_path, trainer__max_steps=1)
-    with pytest.raises(RecipeError, match=r"belongs to another recipe \(optimizer\.learning_rate was 0\.01, now 0\.02\); choose another"):
+    with pytest.raises(
+        RecipeError,
+        match=r"belongs to another recipe \(optimizer\.learning_rate was 0\.01, now 0\.02\); choose another",
+    ):
         fit(tmp_path, optimizer__learning_rate=0.02)
 
 
 def test_a_batch_that_cannot_be_split_evenly_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        RecipeError, match=r"trainer\.batch_size 8 cannot be split over 1 processes x 3 accumulation steps; make it a multiple of 3"
+        RecipeError,
+        match=r"trainer\.batch_size 8 cannot be split over 1 processes x 3 accumulation steps; make it a multiple of 3",
     ):
         trainer(tmp_path, trainer__accumulation_steps=3)
 
 
 def test_checkpoints_come_as_often_as_asked_and_milestones_stay(tmp_path: Path) -> None:
     fit(tmp_path, trainer__checkpoint_every_steps=1, trainer__keep_checkpoints=1, trainer__milestone_every_epochs=1)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_000000003.pt", "step_000000006.pt"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step_000000003.pt",
+        "step_000000006.pt",
+    ]
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_its_images(tmp_path: Path) -> None:
     with pytest.raises(
-        TrainingStopped, match=r"the loss of step 4 is nan: training stopped\. The last good checkpoint, step 3, is untouched"
+        TrainingStopped,
+        match=r"the loss of step 4 is nan: training stopped\. The last good checkpoint, step 3, is untouched",
     ):
         fit(tmp_path, method_type=Faulty, trainer__checkpoint_every_steps=3)
     named = json.loads((tmp_path / "nonfinite_step_4_rank_0.json").read_text())
@@ -221,7 +245,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_its_images(tmp_path: P
 
 
 @pytest.mark.parametrize("at_step", [3, 5], ids=["between probes", "before a probe"])
-def test_a_gradient_that_is_no_number_stops_the_run_before_broken_weights_are_saved(tmp_path: Path, at_step: int) -> None:
+def test_a_gradient_that_is_no_number_stops_the_run_before_broken_weights_are_saved(
+    tmp_path: Path, at_step: int
+) -> None:
     class BrokenGradient(Faulty):
         fault = "gradient"
 
@@ -243,7 +269,9 @@ class FrozenAtFirst(MaSSL):
         return [self.student.head.mlp[-1].weight] if epoch < 1 else []
 
 
-def test_what_a_method_freezes_stands_still_for_its_epochs_and_is_then_trained_from_a_fresh_start(tmp_path: Path) -> None:
+def test_what_a_method_freezes_stands_still_for_its_epochs_and_is_then_trained_from_a_fresh_start(
+    tmp_path: Path,
+) -> None:
     run = trainer(tmp_path, method_type=FrozenAtFirst, trainer__checkpoint_every_steps=1)
     frozen = run.method.student.head.mlp[-1].weight  # type: ignore[union-attr,index]
     start, steps_per_epoch = frozen.detach().clone(), run.schedules.steps_per_epoch
@@ -252,7 +280,8 @@ def test_what_a_method_freezes_stands_still_for_its_epochs_and_is_then_trained_f
     run.fit()
     assert len(seen) == 1 + run.end_step == 7  # the first forward is that of the row of step 0
     assert seen == [True] * (2 + steps_per_epoch) + [False] * (run.end_step - steps_per_epoch - 1)
-    assert int(run.optimizer.state[frozen]["step"]) == run.end_step - steps_per_epoch  # AdamW's bias correction starts with it
+    # AdamW's bias correction starts with it
+    assert int(run.optimizer.state[frozen]["step"]) == run.end_step - steps_per_epoch
 
 
 def test_views_carry_the_labels_of_their_images(tmp_path: Path) -> None:
@@ -284,11 +313,13 @@ def test_warnings_stay_in_the_run_folder_once_each_however_often_the_run_is_stop
     monkeypatch.setattr(probes, "general_collapse_signs", lambda metrics: [])
     for output, stops in ((tmp_path / "straight", ()), (tmp_path / "stopped", (5,))):
         for max_steps in (*stops, None):
-            fit(output, method_type=Sluggish, trainer__max_steps=max_steps, probes__every_epochs=1 / 3)  # a probe at each step
+            # a probe at each step
+            fit(output, method_type=Sluggish, trainer__max_steps=max_steps, probes__every_epochs=1 / 3)
         rows = [json.loads(line) for line in (output / "warnings.jsonl").read_text().splitlines()]
         # The first epoch, of three steps, is too early to judge.
         assert rows == [
-            {"step": step, "warning": f"training may hardly progress: at step {step}. See docs/troubleshooting.md."} for step in (4, 5, 6)
+            {"step": step, "warning": f"training may hardly progress: at step {step}. See docs/troubleshooting.md."}
+            for step in (4, 5, 6)
         ]
 
 

@@ -9,7 +9,9 @@ from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.io import BACKBONE_FILE, WeightsError, backbone_bytes, load_backbone, read_safetensors
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
-VIT = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=8, timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2})
+VIT = BackboneSettings(
+    name="vit_tiny_patch16_224", image_size=16, patch_size=8, timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2}
+)
 RESNET = BackboneSettings(name="resnet18", timm_options={"drop_rate": 0.0})
 
 
@@ -21,7 +23,9 @@ def write_run(folder: Path, settings: BackboneSettings) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("settings", [VIT, RESNET], ids=["transformer", "convolutional"])
-def test_a_backbone_comes_back_as_a_timm_model_with_the_same_features(tmp_path: Path, settings: BackboneSettings) -> None:
+def test_a_backbone_comes_back_as_a_timm_model_with_the_same_features(
+    tmp_path: Path, settings: BackboneSettings
+) -> None:
     backbone, images = write_run(tmp_path, settings), torch.randn(2, 3, 16, 16)
     for model in (load_backbone(tmp_path), load_backbone(str(tmp_path / BACKBONE_FILE))):
         assert not model.training
@@ -63,7 +67,9 @@ def test_a_student_with_drop_path_is_saved_under_plain_keys_too(tmp_path: Path) 
 
 def test_the_file_loads_strictly_into_a_model_that_timm_alone_has_built(tmp_path: Path) -> None:
     backbone, images = write_run(tmp_path, VIT), torch.randn(2, 3, 16, 16)
-    model = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=0
+    )
     model.load_state_dict(load_file(tmp_path / BACKBONE_FILE), strict=True)
     torch.testing.assert_close(model.eval()(images), backbone(images).pooled, rtol=1e-5, atol=1e-6)
 

@@ -29,7 +29,12 @@ def test_the_shape_of_any_plain_transformer_is_read_from_its_tensors(
     dim: int, depth: int, patch_size: int, grid_side: int, mlp_ratio: float, init_values: float | None
 ) -> None:
     state = vit_state(
-        embed_dim=dim, depth=depth, patch_size=patch_size, img_size=grid_side * patch_size, mlp_ratio=mlp_ratio, init_values=init_values
+        embed_dim=dim,
+        depth=depth,
+        patch_size=patch_size,
+        img_size=grid_side * patch_size,
+        mlp_ratio=mlp_ratio,
+        init_values=init_values,
     )
     found = backbone_of(state, origin="a.pth")
     shape = shape_of(found, num_heads=4, origin="a.pth")
@@ -64,7 +69,10 @@ def test_a_twelve_block_backbone_has_150_tensors_and_is_the_small_transformer_of
         ({"teacher": None, "state_dict": vit_state()}, "the entry 'teacher' of a.pth holds no weights"),
         ({"student": vit_state(), "epoch": 3}, "a.pth is no state dict: student, epoch are no tensors"),
         ({"model": {"weight": 3.0}}, "the entry 'model' of a.pth is no state dict: weight are no tensors"),
-        ({"encoder.layer.0.weight": torch.ones(1)}, r"no vision transformer that massl knows: its entries are encoder\.layer\.0\.weight"),
+        (
+            {"encoder.layer.0.weight": torch.ones(1)},
+            r"no vision transformer that massl knows: its entries are encoder\.layer\.0\.weight",
+        ),
         ({"teacher": {"head.mlp.0.weight": torch.ones(1)}}, "holds no vision transformer"),
     ],
 )
@@ -92,7 +100,10 @@ def test_networks_that_are_no_plain_transformers_are_refused_in_words(extra: str
 
 
 def test_a_resnet_of_mocov3_is_refused() -> None:
-    weights = {"module.base_encoder.conv1.weight": torch.ones(1), "module.base_encoder.layer1.0.bn1.weight": torch.ones(1)}
+    weights = {
+        "module.base_encoder.conv1.weight": torch.ones(1),
+        "module.base_encoder.layer1.0.bn1.weight": torch.ones(1),
+    }
     with pytest.raises(WeightsError, match="is a ResNet"):
         backbone_of({"state_dict": weights}, origin="a.pth")
 
@@ -100,7 +111,9 @@ def test_a_resnet_of_mocov3_is_refused() -> None:
 def test_nothing_beside_the_backbone_is_dropped_unless_it_is_known() -> None:
     weights = {f"backbone.{key}": tensor for key, tensor in vit_state().items()}
     with pytest.raises(WeightsError, match=r"unexpected entries beside backbone\.\*: adapter\.weight, cls_token"):
-        backbone_of({"teacher": {**weights, "cls_token": torch.ones(1), "adapter.weight": torch.ones(1)}}, origin="a.pth")
+        backbone_of(
+            {"teacher": {**weights, "cls_token": torch.ones(1), "adapter.weight": torch.ones(1)}}, origin="a.pth"
+        )
 
 
 def test_weights_that_are_there_twice_are_refused() -> None:

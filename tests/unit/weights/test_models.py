@@ -20,7 +20,14 @@ from massl.weights.models import LoadedModel, model_fingerprint, open_model
 State = dict[str, Tensor]
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 NUM_HEADS = 2
-TINY = {"model_name": "vit_tiny_patch16_224", "num_classes": 0, "img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2}
+TINY = {
+    "model_name": "vit_tiny_patch16_224",
+    "num_classes": 0,
+    "img_size": 32,
+    "patch_size": 8,
+    "embed_dim": 32,
+    "depth": 2,
+}
 TINY["num_heads"] = NUM_HEADS
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -35,7 +42,9 @@ def tiny_state(seed: int = 0, **changes: Any) -> State:
 def truth(state: State, images: Tensor, num_heads: int) -> Tensor:  # [B, 3, H, W] -> [B, D]
     """The class token of a vision transformer, written out from the state dict."""
     dim, _, patch, _ = state["patch_embed.proj.weight"].shape
-    patches = conv2d(images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=patch).flatten(2).mT
+    patches = (
+        conv2d(images, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=patch).flatten(2).mT
+    )
     tokens = torch.cat([state["cls_token"].expand(len(images), -1, -1), patches], dim=1) + state["pos_embed"]
 
     def apply(name: str, values: Tensor) -> Tensor:
@@ -68,7 +77,9 @@ def dino_head() -> State:
 
 def joint_checkpoint(state: State, *, teacher_prefix: str = "backbone.", **beside: Any) -> dict[str, Any]:
     """Student, teacher and the rest, as DINO, iBOT and MaSSL keep them."""
-    student = under("module.", {**under("backbone.", {**tiny_state(seed=9), "masked_embed": torch.ones(1, 32)}), **dino_head()})
+    student = under(
+        "module.", {**under("backbone.", {**tiny_state(seed=9), "masked_embed": torch.ones(1, 32)}), **dino_head()}
+    )
     teacher = {**under(teacher_prefix, state), **under(teacher_prefix.removesuffix("backbone."), dino_head())}
     optimizer = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     options = argparse.Namespace(arch="vit_small", lr=5e-4, local_crops_scale=(0.05, 0.4), output_dir=".")
@@ -79,7 +90,13 @@ def mocov3_checkpoint(state: State) -> dict[str, Any]:
     base = {**state, "head.0.weight": torch.ones(4, 32), "head.1.running_mean": torch.ones(4)}
     momentum = under("momentum_encoder.", {**base, **{key: tensor + 1 for key, tensor in state.items()}})
     weights = {**under("base_encoder.", base), **momentum, "predictor.0.weight": torch.ones(4, 4)}
-    return {"epoch": 300, "arch": "vit_small", "state_dict": under("module.", weights), "optimizer": {}, "scaler": {"scale": 1.0}}
+    return {
+        "epoch": 300,
+        "arch": "vit_small",
+        "state_dict": under("module.", weights),
+        "optimizer": {},
+        "scaler": {"scale": 1.0},
+    }
 
 
 def mae_full(state: State) -> State:
@@ -93,22 +110,35 @@ def mae_full(state: State) -> State:
 
 LAYOUTS: dict[str, tuple[Callable[[State], Any], str]] = {
     "DINO backbone": (lambda state: state, "backbone of"),
-    "DINO full": (lambda state: joint_checkpoint(state, dino_loss={"center": torch.ones(1, 4)}), "teacher of the DINO checkpoint"),
+    "DINO full": (
+        lambda state: joint_checkpoint(state, dino_loss={"center": torch.ones(1, 4)}),
+        "teacher of the DINO checkpoint",
+    ),
     "DINO full, head with batch norm": (
-        lambda state: joint_checkpoint(state, teacher_prefix="module.backbone.", dino_loss={}, fp16_scaler={"scale": 2.0}),
+        lambda state: joint_checkpoint(
+            state, teacher_prefix="module.backbone.", dino_loss={}, fp16_scaler={"scale": 2.0}
+        ),
         "teacher of the DINO checkpoint",
     ),
     "iBOT backbone": (lambda state: {"state_dict": state}, "backbone under 'state_dict' of"),
-    "iBOT full": (lambda state: joint_checkpoint(state, ibot_loss={"center2": torch.ones(1, 1, 4)}), "teacher of the iBOT checkpoint"),
+    "iBOT full": (
+        lambda state: joint_checkpoint(state, ibot_loss={"center2": torch.ones(1, 1, 4)}),
+        "teacher of the iBOT checkpoint",
+    ),
     "MaSSL": (
         lambda state: joint_checkpoint(
-            state, memory_bank={"queue": torch.ones(256, 8), "queue_ptr": torch.zeros(1, dtype=torch.long)}, fp16_scaler=None
+            state,
+            memory_bank={"queue": torch.ones(256, 8), "queue_ptr": torch.zeros(1, dtype=torch.long)},
+            fp16_scaler=None,
         ),
         "teacher of the MaSSL checkpoint",
     ),
     "MoCo-v3": (mocov3_checkpoint, "base encoder of the MoCo-v3 checkpoint"),
     "MAE encoder": (lambda state: {"model": state}, "backbone under 'model' of"),
-    "MAE full": (lambda state: {"model": mae_full(state), "args": argparse.Namespace(epochs=1)}, "encoder of the MAE checkpoint"),
+    "MAE full": (
+        lambda state: {"model": mae_full(state), "args": argparse.Namespace(epochs=1)},
+        "encoder of the MAE checkpoint",
+    ),
     "DeiT": (
         lambda state: {"model": {**state, "head.weight": torch.ones(10, 32), "head.bias": torch.ones(10)}},
         "backbone under 'model' of",
@@ -120,7 +150,9 @@ LAYOUTS: dict[str, tuple[Callable[[State], Any], str]] = {
 def own_file(folder: Path, state: State, arguments: dict[str, Any]) -> Path:
     model = create_timm_model(arguments)
     model.load_state_dict(state)
-    (folder / BACKBONE_FILE).write_bytes(backbone_bytes(model, timm_arguments=arguments, mean=MEAN, std=STD, image_size=32))
+    (folder / BACKBONE_FILE).write_bytes(
+        backbone_bytes(model, timm_arguments=arguments, mean=MEAN, std=STD, image_size=32)
+    )
     return folder / BACKBONE_FILE
 
 
@@ -129,7 +161,7 @@ def saved(path: Path, content: Any) -> Path:
     return path
 
 
-# ---- files of massl ------------------------------------------------------------------------------------------------------------------
+# ---- files of massl --------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_opened_by_its_folder_or_its_file(tmp_path: Path) -> None:
@@ -183,7 +215,9 @@ def test_random_weights_cannot_be_asked_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_training_checkpoint_of_massl_is_refused_with_what_to_give_instead(tmp_path: Path) -> None:
-    file = saved(tmp_path / "step_000000010.pt", {"method": {"teacher.x": torch.ones(1)}, "recipe": "{}", "optimizer": {}})
+    file = saved(
+        tmp_path / "step_000000010.pt", {"method": {"teacher.x": torch.ones(1)}, "recipe": "{}", "optimizer": {}}
+    )
     with pytest.raises(WeightsError, match="give the folder of the run instead"):
         open_model(file)
 
@@ -194,7 +228,7 @@ def test_damaged_metadata_are_refused(tmp_path: Path) -> None:
         open_model(tmp_path / "a.safetensors")
 
 
-# ---- files of other projects ---------------------------------------------------------------------------------------------------------
+# ---- files of other projects -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -226,13 +260,17 @@ def test_a_foreign_safetensors_file_and_the_old_torch_format_open_too(tmp_path: 
 def test_the_teacher_is_taken_also_where_it_has_no_prefix_or_no_known_company(tmp_path: Path) -> None:
     file = saved(tmp_path / "a.pth", {"student": tiny_state(seed=9), "teacher": tiny_state()})
     opened = open_model(file, num_heads=NUM_HEADS)
-    torch.testing.assert_close(opened.backbone(IMAGES).pooled, truth(tiny_state(), IMAGES, NUM_HEADS), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        opened.backbone(IMAGES).pooled, truth(tiny_state(), IMAGES, NUM_HEADS), rtol=1e-4, atol=1e-4
+    )
     assert opened.origin.startswith("teacher of the checkpoint ")
 
 
 def test_layer_scale_of_ibot_becomes_that_of_timm(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
-    scales = {f"blocks.{block}.gamma_{half}": torch.rand(32, generator=generator) for block in (0, 1) for half in (1, 2)}
+    scales = {
+        f"blocks.{block}.gamma_{half}": torch.rand(32, generator=generator) for block in (0, 1) for half in (1, 2)
+    }
     state = {**tiny_state(), **scales}
     opened = open_model(saved(tmp_path / "a.pth", {"state_dict": state}), num_heads=NUM_HEADS)
     torch.testing.assert_close(opened.backbone(IMAGES).pooled, truth(state, IMAGES, NUM_HEADS), rtol=1e-4, atol=1e-4)
@@ -263,13 +301,17 @@ def test_mocov3_of_width_384_has_12_heads_and_says_so(tmp_path: Path) -> None:
     assert opened.fingerprint != wrong.fingerprint
     assert (
         "width 768, 1 blocks, 12 heads"
-        in open_model(saved(tmp_path / "b.pth", mocov3_checkpoint(tiny_state(embed_dim=768, depth=1, mlp_ratio=0.5)))).origin
+        in open_model(
+            saved(tmp_path / "b.pth", mocov3_checkpoint(tiny_state(embed_dim=768, depth=1, mlp_ratio=0.5)))
+        ).origin
     )
 
 
 def test_an_unusual_width_needs_a_number_of_heads_that_divides_it(tmp_path: Path) -> None:
     file = saved(tmp_path / "a.pth", tiny_state())
-    with pytest.raises(WeightsError, match=r"has width 32, for which no number of attention heads is usual.*give --num_heads"):
+    with pytest.raises(
+        WeightsError, match=r"has width 32, for which no number of attention heads is usual.*give --num_heads"
+    ):
         open_model(file)
     with pytest.raises(WeightsError, match="5 attention heads cannot share the width 32"):
         open_model(file, num_heads=5)
@@ -277,19 +319,26 @@ def test_an_unusual_width_needs_a_number_of_heads_that_divides_it(tmp_path: Path
         open_model(file, num_heads=0)
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_every_single_missing_key_is_named(tmp_path: Path) -> None:
     state = tiny_state()
     for key in state:
-        file = saved(tmp_path / "a.pth", {"teacher": under("backbone.", {name: state[name] for name in state if name != key})})
+        file = saved(
+            tmp_path / "a.pth", {"teacher": under("backbone.", {name: state[name] for name in state if name != key})}
+        )
         with pytest.raises(WeightsError, match=f"missing {key}$"):
             open_model(file, num_heads=NUM_HEADS)
 
 
 def test_all_missing_and_unexpected_keys_and_wrong_shapes_are_named(tmp_path: Path) -> None:
-    state = {**tiny_state(), "fc_norm.weight": torch.ones(32), "blocks.1.extra": torch.ones(1), "norm.bias": torch.ones(31)}
+    state = {
+        **tiny_state(),
+        "fc_norm.weight": torch.ones(32),
+        "blocks.1.extra": torch.ones(1),
+        "norm.bias": torch.ones(31),
+    }
     del state["blocks.0.norm1.bias"], state["blocks.1.attn.qkv.bias"]
     with pytest.raises(WeightsError) as caught:
         open_model(saved(tmp_path / "a.pth", state), num_heads=NUM_HEADS)
@@ -340,7 +389,9 @@ def test_code_in_a_file_is_never_run(tmp_path: Path, kind: str) -> None:
         file.write_bytes(pickle.dumps(content["args"], protocol=2))
     else:
         torch.save(content, file, _use_new_zipfile_serialization=kind == "torch")
-    with pytest.raises(WeightsError, match=r"holds a Python object \(\S*system\), and opening it could run foreign code"):
+    with pytest.raises(
+        WeightsError, match=r"holds a Python object \(\S*system\), and opening it could run foreign code"
+    ):
         open_model(file, num_heads=NUM_HEADS)
     assert not trace.exists()
 
@@ -362,7 +413,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         open_model(tmp_path / "a.safetensors")
 
 
-# ---- timm models ---------------------------------------------------------------------------------------------------------------------
+# ---- timm models -----------------------------------------------------------------------------------------------------
 
 
 def test_a_timm_name_without_a_tag_gives_the_same_random_weights_every_time() -> None:
@@ -391,7 +442,9 @@ def published(monkeypatch: pytest.MonkeyPatch, state: State) -> None:
 
 
 def test_a_tag_loads_the_published_weights_without_their_classifier(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = {key: 0.1 * torch.randn(tensor.shape) for key, tensor in timm.create_model("test_vit").state_dict().items()}
+    weights = {
+        key: 0.1 * torch.randn(tensor.shape) for key, tensor in timm.create_model("test_vit").state_dict().items()
+    }
     published(monkeypatch, weights)
     generator_state = torch.get_rng_state()
     tagged, forced, refused = (
@@ -417,13 +470,17 @@ def test_incomplete_published_weights_are_not_filled_up_with_random_ones(monkeyp
         open_model("test_vit.r160_in1k")
 
 
-@pytest.mark.parametrize("error", [OSError("no route to host"), RuntimeError("client is closed"), ValueError("offline\nmode")])
+@pytest.mark.parametrize(
+    "error", [OSError("no route to host"), RuntimeError("client is closed"), ValueError("offline\nmode")]
+)
 def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(*place: Any, **options: Any) -> State:
         raise error
 
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", fail)
-    with pytest.raises(WeightsError, match=r"cannot load the weights of test_vit\.r160_in1k .*\. Without a network, fetch them"):
+    with pytest.raises(
+        WeightsError, match=r"cannot load the weights of test_vit\.r160_in1k .*\. Without a network, fetch them"
+    ):
         open_model("test_vit.r160_in1k")
 
 
@@ -431,7 +488,11 @@ def test_a_name_that_is_nothing_is_answered_with_close_names_and_the_three_possi
     with pytest.raises(WeightsError, match="neither an existing folder or file nor a timm model") as caught:
         open_model("vit_smal_patch16_224")
     assert "'vit_small_patch16_224" in str(caught.value)
-    for possibility in ("the folder of a massl run", "a weights file (.safetensors .pth .pt .bin)", "`timm.list_models()`"):
+    for possibility in (
+        "the folder of a massl run",
+        "a weights file (.safetensors .pth .pt .bin)",
+        "`timm.list_models()`",
+    ):
         assert possibility in str(caught.value)
     with pytest.raises(WeightsError, match="'runs/nowhere' is no model: neither"):
         open_model("runs/nowhere")
@@ -450,7 +511,9 @@ def test_an_unknown_tag_is_answered_with_the_known_ones() -> None:
 def test_a_transformer_that_pools_patches_is_read_by_its_class_token(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2}
     build = timm.create_model
-    monkeypatch.setattr(timm, "create_model", lambda name, **options: build(name, **{"global_pool": "avg", **small, **options}))
+    monkeypatch.setattr(
+        timm, "create_model", lambda name, **options: build(name, **{"global_pool": "avg", **small, **options})
+    )
     opened = open_model("vit_tiny_patch16_224")
     assert opened.backbone.timm_arguments["global_pool"] == "token"
     state = opened.backbone.model.state_dict()
@@ -476,7 +539,7 @@ def test_the_number_of_heads_of_a_timm_model_can_be_chosen() -> None:
         open_model("resnet18", num_heads=6)
 
 
-# ---- fingerprints and names ----------------------------------------------------------------------------------------------------------
+# ---- fingerprints and names ------------------------------------------------------------------------------------------
 
 
 def test_the_fingerprint_changes_with_any_weight_and_with_the_heads() -> None:

@@ -25,7 +25,12 @@ def _open_parts(location: str, *, name: str) -> ImageSource:
     return open_joined(location, name=name, open_part=open_source)
 
 
-OPENERS: dict[str, Opener] = {"folder": open_folder, "demo": open_demo, "torchvision": open_torchvision, "joined": _open_parts}
+OPENERS: dict[str, Opener] = {
+    "folder": open_folder,
+    "demo": open_demo,
+    "torchvision": open_torchvision,
+    "joined": _open_parts,
+}
 
 
 def open_source(uri: str | Path) -> ImageSource:
@@ -36,13 +41,17 @@ def open_source(uri: str | Path) -> ImageSource:
     opener = OPENERS.get(scheme[1])
     if opener is None:
         schemes = ", ".join(f"{known}:" for known in OPENERS)
-        raise DataError(f"{uri}: unknown scheme {scheme[1]!r}.{closest(scheme[1], OPENERS)} Use {schemes} or a path (./{uri} if it is one)")
+        raise DataError(
+            f"{uri}: unknown scheme {scheme[1]!r}.{closest(scheme[1], OPENERS)} Use {schemes} or a path (./{uri} if it is one)"
+        )
     return opener(str(uri)[scheme.end() :], name=str(uri))
 
 
 def _open_path(path: str | Path) -> ImageSource:
     name = str(path)
     if not name:
-        raise DataError("no images given; set --data.source to a folder, a .npz archive, demo:train or torchvision:NAME")
+        raise DataError(
+            "no images given; set --data.source to a folder, a .npz archive, demo:train or torchvision:NAME"
+        )
     expanded = Path(path).expanduser()
     return open_npz(expanded, name=name) if expanded.suffix == ".npz" else FolderSource(expanded, name=name)

@@ -47,7 +47,8 @@ class ArraySource:
 def digest_of_arrays(pixels: Pixels, labels: NDArray[np.integer] | None) -> str:
     """Digest of all values and shapes. 1 GiB takes one to three seconds."""
     digest = hashlib.sha256(f"{pixels.shape}".encode())
-    for start in range(0, len(pixels), _HASHED_AT_ONCE):  # in parts: an array that lies in another order is copied for it
+    # in parts: an array that lies in another order is copied for it
+    for start in range(0, len(pixels), _HASHED_AT_ONCE):
         digest.update(np.ascontiguousarray(pixels[start : start + _HASHED_AT_ONCE]).data)
     digest.update(b"" if labels is None else labels.astype(np.int64).data)
     return digest.hexdigest()
@@ -56,19 +57,30 @@ def digest_of_arrays(pixels: Pixels, labels: NDArray[np.integer] | None) -> str:
 def open_npz(path: Path, *, name: str) -> ArraySource:
     """An archive with `images` and, where they are known, integer `labels`."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:  # TypeError: a single array is no archive
+        # TypeError: a single array is no archive
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in ("images", "labels") if key in archive.files}
     except FileNotFoundError:
         raise DataError(f"{path} is not there; expected a .npz archive with 'images'") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, TypeError) as error:
-        raise DataError(f"{path} is not a .npz archive of plain arrays ({error}); write it with numpy.savez(path, images=...)") from None
+        raise DataError(
+            f"{path} is not a .npz archive of plain arrays ({error}); write it with numpy.savez(path, images=...)"
+        ) from None
     images, labels = arrays.get("images"), arrays.get("labels")
     if images is None:
         raise DataError(f"{path} has no array 'images'; write it with numpy.savez(path, images=..., labels=...)")
-    if images.dtype != np.uint8 or not (images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)) or images.size == 0:
-        raise DataError(f"{path}: 'images' is {images.dtype} {list(images.shape)}; expected uint8 [N, H, W] or [N, H, W, 3] with N > 0")
+    if (
+        images.dtype != np.uint8
+        or not (images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3))
+        or images.size == 0
+    ):
+        raise DataError(
+            f"{path}: 'images' is {images.dtype} {list(images.shape)}; expected uint8 [N, H, W] or [N, H, W, 3] with N > 0"
+        )
     if labels is not None and (labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer)):
-        raise DataError(f"{path}: 'labels' is {labels.dtype} {list(labels.shape)}; expected one integer for each of {len(images)} images")
+        raise DataError(
+            f"{path}: 'labels' is {labels.dtype} {list(labels.shape)}; expected one integer for each of {len(images)} images"
+        )
     num_classes = 0 if labels is None else int(labels.max()) + 1
     class_names = tuple(str(label) for label in range(num_classes)) if num_classes > 0 else None
     images.setflags(write=False)

@@ -42,7 +42,9 @@ class ImageSource(Protocol):
 
     @property
     def pixels(self) -> Pixels | None:
-        """All images as one array [N, H, W] or [N, H, W, 3] where the source holds them so: whole batches are then cut out of it."""
+        """All images as one array [N, H, W] or [N, H, W, 3] where the source holds them so: whole batches are then cut
+        out of it.
+        """
         ...
 
     def __len__(self) -> int: ...
@@ -72,7 +74,9 @@ def known_orientation(orientation: str, *, name: str) -> Orientation:
 
 
 def split_query(location: str) -> tuple[str, dict[str, str]]:
-    """'photos?labels=none' -> ('photos', {'labels': 'none'}). Nothing is percent-decoded: paths stay as the user typed them."""
+    """'photos?labels=none' -> ('photos', {'labels': 'none'}). Nothing is percent-decoded: paths stay as the user typed
+    them.
+    """
     if "?" not in location:
         return location, {}
     path, _, query = location.rpartition("?")

@@ -12,7 +12,8 @@ from massl.data.sources.file_stamps import digest_of_files, in_threads
 
 
 class FileListSource:
-    """The images at root/file, in the order of `files`. All must be there. A negative label says that the image has none.
+    """The images at root/file, in the order of `files`. All must be there. A negative label says that the image has
+    none.
 
     They are not turned upright unless `orientation` says so: published evaluations on such lists do not.
     """
@@ -77,13 +78,17 @@ class FileListSource:
         return digest.hexdigest()
 
 
-def _class_names(labels: Sequence[int] | None, class_names: tuple[str, ...] | None, *, num_files: int, name: str) -> tuple[str, ...] | None:
+def _class_names(
+    labels: Sequence[int] | None, class_names: tuple[str, ...] | None, *, num_files: int, name: str
+) -> tuple[str, ...] | None:
     """Those given, or else the numbers of the labels, once all fits together."""
     if num_files == 0:
         raise DataError(f"{name} lists no images")
     if labels is None:
         if class_names is not None:
-            raise DataError(f"{name}: names of {len(class_names)} classes, but no labels; give one for each of {num_files} images")
+            raise DataError(
+                f"{name}: names of {len(class_names)} classes, but no labels; give one for each of {num_files} images"
+            )
         return None
     if len(labels) != num_files:
         raise DataError(f"{name}: {len(labels)} labels for {num_files} images; give one for each")
@@ -91,5 +96,7 @@ def _class_names(labels: Sequence[int] | None, class_names: tuple[str, ...] | No
     if class_names is None:
         return tuple(map(str, range(num_classes))) or None
     if num_classes > len(class_names):
-        raise DataError(f"{name}: label {num_classes - 1} is none of the {len(class_names)} classes; they are numbered from 0")
+        raise DataError(
+            f"{name}: label {num_classes - 1} is none of the {len(class_names)} classes; they are numbered from 0"
+        )
     return class_names

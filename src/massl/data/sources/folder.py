@@ -28,7 +28,9 @@ class FolderSource:
 
     def __init__(self, root: Path, *, name: str, labels: LabelRule = "auto", orientation: Orientation = "exif") -> None:
         if not root.is_dir():
-            raise DataError(f"{root} is {'a file, not a folder' if root.exists() else 'not there'}; expected a folder of images")
+            raise DataError(
+                f"{root} is {'a file, not a folder' if root.exists() else 'not there'}; expected a folder of images"
+            )
         self.name = name
         self._root = root
         self._orientation = known_orientation(orientation, name=name)
@@ -54,7 +56,9 @@ class FolderSource:
         class_names = tuple(dict.fromkeys(top_folders))
         images_in_root = "" in class_names
         if labels == "folders" and images_in_root:
-            raise DataError(f"{self._root}: labels=folders needs every image inside a class folder, but {self.key_of(0)} lies beside them")
+            raise DataError(
+                f"{self._root}: labels=folders needs every image inside a class folder, but {self.key_of(0)} lies beside them"
+            )
         if labels == "none" or images_in_root or (labels == "auto" and len(class_names) < 2):
             return None, []
         label_of_class = {class_name: label for label, class_name in enumerate(class_names)}
@@ -66,7 +70,9 @@ class FolderSource:
     def read(self, index: int) -> EncodedImage:
         key = self.key_of(index)
         turn_upright = self._orientation == "exif"
-        return EncodedImage(data=(self._root / key).read_bytes(), label=self.label_of(index), key=key, turn_upright=turn_upright)
+        return EncodedImage(
+            data=(self._root / key).read_bytes(), label=self.label_of(index), key=key, turn_upright=turn_upright
+        )
 
     def label_of(self, index: int) -> int | None:
         return None if self.class_names is None else self._folder_labels[bisect_right(self._folder_ends, index)]
@@ -80,7 +86,8 @@ class FolderSource:
     def fingerprint(self) -> str:
         """Of the files as they were when it was first asked for: 6 s for the 1.28 million of ImageNet, and then none.
 
-        Whatever is changed later has another fingerprint for whoever opens the folder next, so nothing kept under this one is taken for it.
+        Whatever is changed later has another fingerprint for whoever opens the folder next, so nothing kept under this
+        one is taken for it.
         """
         return self._fingerprint
 
@@ -91,8 +98,12 @@ class FolderSource:
         return hashlib.sha256(f"{self._orientation} {labels} {files}".encode()).hexdigest()
 
 
-def _folders_with_images(path: Path, relative: str, ancestors: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, list[str]]]:
-    """Each folder that holds images directly, depth first, as (path relative to the root, sorted file names); hidden names are left out."""
+def _folders_with_images(
+    path: Path, relative: str, ancestors: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[str, list[str]]]:
+    """Each folder that holds images directly, depth first, as (path relative to the root, sorted file names); hidden
+    names are left out.
+    """
     file_names, folder_names = [], []
     try:
         status = path.stat()
@@ -124,7 +135,9 @@ def _other_folders(root: Path, class_names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def open_folder(location: str, *, name: str) -> FolderSource:
-    """`folder:PATH?labels=none|folders&orientation=exif|stored`; without labels= the layout decides, and images are turned by EXIF."""
+    """`folder:PATH?labels=none|folders&orientation=exif|stored`; without labels= the layout decides, and images are
+    turned by EXIF.
+    """
     path, parameters = split_query(location)
     known = ("labels", "orientation")
     for parameter in parameters.keys() - set(known):

@@ -19,7 +19,9 @@ class JoinedSource:
             raise DataError(f"{name} joins fewer than two sources; write joined:URI|URI")
         for part in parts[1:]:
             if part.class_names != parts[0].class_names:
-                raise DataError(f"{parts[0].name} and {part.name} have other classes; only sources with the same ones can be joined")
+                raise DataError(
+                    f"{parts[0].name} and {part.name} have other classes; only sources with the same ones can be joined"
+                )
         self.name = name
         self.class_names = parts[0].class_names
         self._parts = tuple(parts)
@@ -28,7 +30,10 @@ class JoinedSource:
     @cached_property
     def pixels(self) -> Pixels | None:
         arrays = [part.pixels for part in self._parts]
-        if any(array is None for array in arrays) or len({array.shape[1:] for array in arrays if array is not None}) > 1:
+        if (
+            any(array is None for array in arrays)
+            or len({array.shape[1:] for array in arrays if array is not None}) > 1
+        ):
             return None
         return np.concatenate([array for array in arrays if array is not None])
 

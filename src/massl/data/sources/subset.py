@@ -15,16 +15,21 @@ class SubsetSource:
 
     def __init__(self, source: ImageSource, indices: Tensor, *, name: str) -> None:  # indices: integers [n]
         if indices.ndim != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
-            raise DataError(f"{name}: a subset is chosen by a line of whole numbers, not by {indices.dtype} {list(indices.shape)}")
+            raise DataError(
+                f"{name}: a subset is chosen by a line of whole numbers, not by {indices.dtype} {list(indices.shape)}"
+            )
         if len(indices) == 0:
             raise DataError(f"{name} chooses no image of {source.name}")
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= len(source):
-            raise DataError(f"{name} chooses image {low if low < 0 else high} of {source.name}, which has {len(source)}")
+            raise DataError(
+                f"{name} chooses image {low if low < 0 else high} of {source.name}, which has {len(source)}"
+            )
         self.name = name
         self.class_names = source.class_names
         self._source = source
-        self._indices = array("q", indices.tolist())  # plain numbers: labels of a million images are asked for one by one
+        # plain numbers: labels of a million images are asked for one by one
+        self._indices = array("q", indices.tolist())
 
     @cached_property
     def pixels(self) -> Pixels | None:

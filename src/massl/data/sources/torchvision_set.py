@@ -18,9 +18,11 @@ from massl.data.sources.array import digest_of_arrays
 from massl.data.sources.base import DataError, EncodedImage, Pixels, split_query
 from massl.data.sources.file_stamps import digest_of_files, files_below
 
-# Where torchvision's sets keep their labels (CIFAR, DTD and Pets, SVHN and STL10, Caltech101), or pairs of path and label (ImageNet, Cars).
+# Where torchvision's sets keep their labels (CIFAR, DTD and Pets, SVHN and STL10, Caltech101), or pairs of path and
+# label (ImageNet, Cars).
 LABEL_ATTRIBUTES = ("targets", "_labels", "labels", "y", "samples", "_samples")
-# Where they keep the folder that is theirs alone (ImageNet, Pets and most others, Aircraft, SUN397); CIFAR and kin name it below the root.
+# Where they keep the folder that is theirs alone (ImageNet, Pets and most others, Aircraft, SUN397); CIFAR and kin name
+# it below the root.
 FOLDER_ATTRIBUTES = ("split_folder", "_base_folder", "_data_path", "_data_dir")
 
 
@@ -30,7 +32,9 @@ class _Dataset(Protocol):
 
 
 class TorchvisionSource:
-    """Images and labels as the set delivers them: no turning by EXIF, which published scores on these sets do not use either."""
+    """Images and labels as the set delivers them: no turning by EXIF, which published scores on these sets do not use
+    either.
+    """
 
     def __init__(self, dataset: _Dataset, *, name: str, arguments: Mapping[str, Any] | None = None) -> None:
         """`arguments`: what the set was made with; they may decide about its images."""
@@ -58,7 +62,9 @@ class TorchvisionSource:
         return f"{type(self._dataset).__name__}/{index}"
 
     def fingerprint(self) -> str:
-        """Of the pixels where they are in memory, else of the files as they were at first and of what the set makes of them."""
+        """Of the pixels where they are in memory, else of the files as they were at first and of what the set makes of
+        them.
+        """
         return self._fingerprint
 
     @cached_property
@@ -87,7 +93,8 @@ class TorchvisionSource:
         if self._labels is None or self._labels.max() < 0:
             return None
         names: Sequence[Any] = getattr(self._dataset, "classes", None) or range(int(self._labels.max()) + 1)
-        return tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in names)  # ImageNet: a tuple of synonyms
+        # ImageNet: a tuple of synonyms
+        return tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in names)
 
     @cached_property
     def _labels(self) -> NDArray[np.int64] | None:
@@ -106,7 +113,10 @@ def _as_labels(values: Any, *, num_images: int) -> NDArray[np.int64] | None:
         return None
     if isinstance(values[0], tuple):
         values = [pair[-1] for pair in values]
-    if not all(isinstance(value, int | np.integer) or (isinstance(value, torch.Tensor) and value.ndim == 0) for value in values[:1]):
+    if not all(
+        isinstance(value, int | np.integer) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+        for value in values[:1]
+    ):
         return None
     labels = np.asarray(values)
     return labels.astype(np.int64) if labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer) else None
@@ -122,7 +132,8 @@ def _pixels_in_memory(dataset: _Dataset, *, first_image: Pixels) -> Pixels | Non
     pixels = data.numpy() if isinstance(data, torch.Tensor) else data
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or len(pixels) != len(dataset):
         return None
-    layouts = [pixels, pixels.transpose(0, 2, 3, 1)] if pixels.ndim == 4 else [pixels]  # STL10 and SVHN keep [N, 3, H, W]
+    # STL10 and SVHN keep [N, 3, H, W]
+    layouts = [pixels, pixels.transpose(0, 2, 3, 1)] if pixels.ndim == 4 else [pixels]
     return next((layout for layout in layouts if np.array_equal(layout[0], first_image)), None)
 
 
@@ -133,12 +144,16 @@ def _own_folder(dataset: _Dataset) -> Path | None:
     below_root = getattr(dataset, "base_folder", None)
     if isinstance(root, str | PurePath) and isinstance(below_root, str):
         candidates.append(Path(root, below_root))
-    folders = (Path(candidate) for candidate in (*candidates, root) if isinstance(candidate, str | PurePath) and str(candidate))
+    folders = (
+        Path(candidate) for candidate in (*candidates, root) if isinstance(candidate, str | PurePath) and str(candidate)
+    )
     return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def _lists_of_files(dataset: _Dataset) -> Iterator[tuple[str, list[Any]]]:
-    """The set's lists of paths or of pairs with one: they say which file is which image (SUN397 takes them as the disk lists them)."""
+    """The set's lists of paths or of pairs with one: they say which file is which image (SUN397 takes them as the disk
+    lists them).
+    """
     for name, values in vars(dataset).items():
         if isinstance(values, list) and len(values) == len(dataset) and isinstance(values[0], str | PurePath | tuple):
             yield name, values
@@ -160,7 +175,11 @@ def open_torchvision(location: str, *, name: str) -> TorchvisionSource:
     except ImportError as error:
         raise DataError(f"{name} needs a package that is not installed: {error}; install it with pip") from None
     except (RuntimeError, OSError, ValueError, TypeError) as error:
-        advice = f". Its files are expected below {arguments['root']!r}; root=DIR chooses another folder" if "root" in arguments else ""
+        advice = (
+            f". Its files are expected below {arguments['root']!r}; root=DIR chooses another folder"
+            if "root" in arguments
+            else ""
+        )
         if arguments.get("download") is False:
             advice += ", download=true after the '?' fetches them"
         raise DataError(f"{name} cannot be opened: {error}{advice}") from None

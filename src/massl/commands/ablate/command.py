@@ -1,0 +1,282 @@
+"""The paper's ablations, run by any recipe of massl: size of the memory, size of its blocks, and how rows are dealt to
+blocks.
+"""
+
+import gc
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from rich.console import Console
+
+from massl.commands.ablate.grids import Grid, PlannedRun, massl_settings, plan_grid
+from massl.commands.ablate.outcomes import Yardstick, choose_yardstick, finished_outcome, planned_outcome
+from massl.commands.compare.command import TrainingImages, parse_overrides
+from massl.commands.evaluate.command import FILE_WIDTH, require_writable, say
+from massl.commands.pretrain import pretrain
+from massl.commands.recipe import PretrainRecipe, load_recipe
+from massl.config import RecipeError, Settings, closest, validate
+from massl.data.sources import open_source
+from massl.reports.ablation.documents import ablation_document, as_plain
+from massl.reports.ablation.records import ABLATIONS, AblationReport, Kind, RunOutcome, as_rich, report_of, table_of
+from massl.reports.ablation.trends import sentences_of
+from massl.training.run_folder import RunFolder
+from massl.training.trainer import TrainingStopped
+
+_NAME = "ablation"
+
+
+class AblateSettings(Settings):
+    """A recipe, images, and in what the grid is not the paper's."""
+
+    recipe: str = Field(description="a recipe of massl: name of a shipped one (see `massl recipes`) or a YAML file")
+    data: TrainingImages = TrainingImages()
+    output: str = Field(description="folder for the runs, each in a folder of its own; the same command continues them")
+    values: tuple[PositiveInt, ...] = Field(
+        (),
+        description="sizes to run (K of memory-size, N_b of the others); default: the paper's, in its ratios to the recipe's own",
+    )
+    seeds: tuple[NonNegativeInt, ...] = Field(
+        (), description="run each value once with each of these seeds; default: the recipe's seed"
+    )
+    set: tuple[str, ...] = Field(
+        (), description="values of the recipe for all runs, e.g. trainer.epochs=20 trainer.device=cpu"
+    )
+    train: str | None = Field(
+        None, description="with test: judge runs by the protocol knn, not by their last probe; images to look among"
+    )
+    test: str | None = Field(None, description="with train: images to classify")
+    plan: bool = Field(
+        False,
+        description="train nothing, only print the command of every run, e.g. for several GPUs; the same without plan then reads them",
+    )
+
+    @model_validator(mode="after")
+    def _protocol_has_both_its_sets(self) -> Self:
+        if (self.train is None) != (self.test is None):
+            raise ValueError(
+                "train and test go together: the images to look for neighbours among, and those to classify"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblationResult:
+    folder: Path  # where ablation.md, .json, .png and .svg lie
+    report: AblationReport
+    signal_number: int | None  # of the signal that ended it early; the same command continues
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Run folder -> what stopped its training."""
+        return {run.folder: run.error for point in self.report.points for run in point.runs if run.state == "failed"}
+
+
+def ablate(
+    kind: Kind,
+    *,
+    recipe: str | Path,
+    output: str | Path,
+    data: str | Path | None = None,
+    values: Sequence[int] = (),
+    seeds: Sequence[int] = (),
+    train: str | Path | None = None,
+    test: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> AblationResult:
+    """Run one of the paper's ablations: "memory-size", "block-size" or "block-sampling".
+
+    Each run is kept in a folder below `output`; the same call again continues where it stopped. `values` replaces the
+    paper's grid, scaled to the recipe; `seeds` repeats every value; `train` and `test` name images for the protocol
+    knn; `overrides` changes single values of the recipe for all runs, e.g. {"trainer.epochs": 20}.
+    """
+    named = {"recipe": recipe, "output": output, "train": train, "test": test}
+    plain: dict[str, Any] = {key: str(value) for key, value in named.items() if value is not None}
+    plain |= {"values": list(values), "seeds": list(seeds), "data": {} if data is None else {"source": str(data)}}
+    plain["set"] = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]  # JSON is YAML
+    return run_ablation(kind, validate(AblateSettings, plain, origin="ablate"))
+
+
+def run_ablation(kind: str, settings: AblateSettings) -> AblationResult:
+    """`ablate` with all settings in one object, as the command line gives them."""
+    for known in ABLATIONS:
+        if kind == known:
+            work = _prepare(known, settings)
+            return _plan(work) if settings.plan else _run(work)
+    raise RecipeError(f"there is no ablation {kind!r}.{closest(kind, ABLATIONS)} Known: {', '.join(ABLATIONS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """An ablation that can be run: all that can be checked before training has been."""
+
+    settings: AblateSettings
+    base: PretrainRecipe
+    grid: Grid
+    yardstick: Yardstick
+    num_images: int
+    console: Console
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.settings.output).expanduser() / self.grid.kind
+
+    @property
+    def ours(self) -> str:
+        """What is trained on what, in words."""
+        trainer, num_images = self.base.trainer, f"{self.num_images:,} images"
+        cut = "" if trainer.max_steps is None else f", cut at step {trainer.max_steps:,}"
+        return (
+            f"{self.settings.recipe} ({self.base.backbone.name}) on {self.base.data.source} ({num_images}), "
+            f"{trainer.epochs} epoch{'' if trainer.epochs == 1 else 's'}{cut}, batch {trainer.batch_size:,}"
+        )
+
+
+def _prepare(kind: Kind, settings: AblateSettings) -> _Work:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RecipeError(
+            "ablate runs in one process; --plan True prints the commands to train its runs with torchrun, or on many machines"
+        )
+    overrides = parse_overrides(settings.set)
+    images = {"data.source": settings.data.source} if settings.data.source else {}
+    base = load_recipe(settings.recipe, {**overrides, **images})
+    massl_settings(base)  # first: with another method nothing else need be put right
+    num_images = len(open_source(base.data.source))
+    yardstick = choose_yardstick(base, train=settings.train, test=settings.test)
+    output = Path(settings.output).expanduser()
+    grid = plan_grid(
+        kind,
+        base,
+        output=output,
+        values=settings.values,
+        seeds=settings.seeds,
+        overridden=overrides.keys(),
+        num_images=num_images,
+    )
+    require_writable(output / kind, option="output")
+    for run in grid.runs:  # one of another recipe, or in other hands, is told of now and not after hours
+        with RunFolder(run.folder, run.recipe).claimed(is_writer=True):
+            pass
+    work = _Work(
+        settings=settings,
+        base=base,
+        grid=grid,
+        yardstick=yardstick,
+        num_images=num_images,
+        console=Console(stderr=True, highlight=False),
+    )
+    say(work.console, f"{ABLATIONS[kind].title}: {len(grid.runs)} runs of {work.ours}")
+    for caution in grid.cautions:
+        say(work.console, f"caution: {caution}", style="yellow")
+    return work
+
+
+def _plan(work: _Work) -> AblationResult:
+    """Every run's command; the recipes lie in the run folders."""
+    for run in work.grid.runs:
+        print(
+            shlex.join(["massl", "pretrain", "--recipe", str(run.folder / "recipe.yaml"), "--output", str(run.folder)])
+        )
+    report = _report(work, [planned_outcome(run) for run in work.grid.runs])
+    return AblationResult(folder=work.folder, report=report, signal_number=None)
+
+
+def _run(work: _Work) -> AblationResult:
+    """One run after another; what is known so far is written after each."""
+    runs = work.grid.runs
+    outcomes = [planned_outcome(run) for run in runs]
+    report, signal_number = _report(work, outcomes), None
+    for number, run in enumerate(runs):
+        sizes = f"K={run.memory.num_rows:,}, N_b={run.memory.block_size:,}, {run.strategy} blocks, seed {run.seed}"
+        say(work.console, f"\nrun {number + 1} of {len(runs)}: {sizes}, in {run.folder}", style="bold")
+        outcomes[number], signal_number = _trained(run, work)
+        report = _report(work, outcomes)
+        _write(report, work)
+        if signal_number is not None:
+            break
+    _show(report, work)
+    return AblationResult(folder=work.folder, report=report, signal_number=signal_number)
+
+
+def _trained(run: PlannedRun, work: _Work) -> tuple[RunOutcome, int | None]:
+    """What came of a run, and the signal that ended it early, if one did. That it cannot go on is a result of the
+    ablation.
+    """
+    _release_memory()
+    try:
+        result = pretrain(recipe=run.recipe, output=run.folder)
+    except (TrainingStopped, torch.OutOfMemoryError) as error:
+        say(work.console, f"{run.folder}: {error}", style="red")
+        return replace(planned_outcome(run), state="failed", error=str(error)), None
+    if not result.finished:
+        return replace(planned_outcome(run), state="unfinished"), result.signal_number
+    return finished_outcome(run, work.yardstick, results=work.folder / "evaluation"), result.signal_number
+
+
+def _release_memory() -> None:
+    """What the run before held is free for the next, and not counted as its."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()  # which goes into the metrics of a run
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def _report(work: _Work, outcomes: Sequence[RunOutcome]) -> AblationReport:
+    yardstick = work.yardstick
+    return report_of(
+        work.grid.kind,
+        outcomes,
+        default=work.grid.default,
+        measured=yardstick.measured,
+        num_classes=yardstick.num_classes,
+    )
+
+
+def _write(report: AblationReport, work: _Work) -> None:
+    from massl.reports.ablation.plots import ablation_figure  # matplotlib: 0.7 s that no other command should wait for
+    from massl.reports.comparison.plots import save_figure
+
+    command, cautions = _command(report.kind, work.settings), work.grid.cautions
+    save_figure(ablation_figure(report, ours=work.ours), work.folder / _NAME)
+    plain = as_plain(report, command=command, ours=work.ours, cautions=cautions)
+    (work.folder / f"{_NAME}.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    page = ablation_document(report, command=command, ours=work.ours, cautions=cautions, picture=f"{_NAME}.png")
+    (work.folder / f"{_NAME}.md").write_text(page, encoding="utf-8")
+
+
+def _command(kind: Kind, settings: AblateSettings) -> str:
+    """The command that gives these settings."""
+    words = ["massl", "ablate", kind, "--recipe", settings.recipe]
+    given: dict[str, Sequence[object]] = {
+        "data.source": [settings.data.source],
+        "values": settings.values,
+        "seeds": settings.seeds,
+        "train": [settings.train or ""],
+        "test": [settings.test or ""],
+        "set": settings.set,
+        "output": [settings.output],
+    }
+    for option, values in given.items():
+        if any(value != "" for value in values):
+            words += [f"--{option}", *map(str, values)]
+    return shlex.join(words)
+
+
+def _show(report: AblationReport, work: _Work) -> None:
+    screen = Console(highlight=False)
+    if not screen.is_terminal:
+        screen.width = FILE_WIDTH
+    table = table_of(report)
+    screen.print(as_rich(table))
+    for line in (*table.footnotes, *sentences_of(report)):
+        say(screen, line)
+    say(screen, f"ablation: {work.folder / _NAME}.md, .json, .png, .svg")

@@ -1,0 +1,151 @@
+"""Methods at equal training time: a short trial tells a recipe's speed, and the speed how many epochs fill the minutes."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from massl.commands.evaluate.command import require_writable
+from massl.commands.pretrain import pretrain
+from massl.commands.recipe import PretrainRecipe, load_recipe
+from massl.config import MasslError, RecipeError, flatten
+from massl.data.order import EpochOrder
+from massl.data.sources import open_source
+from massl.training.checkpoint import write_atomically
+
+# The first interval compiles or records the step, the second may record it again (DINO's prototypes begin to move); the
+# third is measured.
+_NUM_INTERVALS, _STEPS_AN_INTERVAL = 3, 20
+_NUM_STEPS = _NUM_INTERVALS * _STEPS_AN_INTERVAL
+_WARM_UPS = ("optimizer.warmup_epochs", "method.teacher.temperature_warmup_epochs")
+_RECORD = "minutes.json"
+_ROUNDING_TO_WARN_OF = 0.1  # of the minutes asked for
+
+
+class TrialStopped(Exception):
+    """A signal ended a trial; the same command measures again."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(f"signal {signal_number}")
+        self.signal_number = signal_number
+
+
+def filling(
+    minutes: float, recipe: PretrainRecipe, *, run: Path, given: Collection[str], tell: Callable[[str], None]
+) -> dict[str, Any]:  # dotted overrides of the recipe
+    """The epochs that fill the minutes, and the warm-ups shortened with them but for those among `given`.
+
+    A run that is there already keeps its epochs; else a trial says how many, which is noted in minutes.json beside the
+    run.
+    """
+    if recipe.trainer.max_steps is not None:
+        raise RecipeError(
+            "trainer.max_steps would end the training before the --minutes are over; --set trainer.max_steps=null"
+        )
+    if (run / "recipe.yaml").exists():
+        epochs = _epochs_of_run(run)
+        tell(f"the run is there: its length stays trainer.epochs {epochs}")
+        return {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
+    require_writable(run.parent, option="output")
+    tell(f"a trial of {_NUM_STEPS} steps, for its speed")
+    images_per_second = measured_images_per_second(recipe, name=run.name, beside=run.parent)
+    steps_per_epoch = _steps_per_epoch(recipe)
+    exact = minutes * 60 * images_per_second / (steps_per_epoch * recipe.trainer.batch_size)
+    _refuse_less_than_half_an_epoch(minutes, exact)
+    epochs = max(1, round(exact))  # schedules are made of whole ones
+    overrides = {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
+    _note(run, minutes=minutes, values={"images_per_second": images_per_second, **overrides})
+    speed = f"{images_per_second:,.0f} images a second, {steps_per_epoch} steps an epoch: {minutes:g} minutes are {exact:.2f} epochs"
+    before = flatten(recipe)
+    tell("; ".join([speed, *(f"{key} {value:g} instead of {before[key]:g}" for key, value in overrides.items())]))
+    if abs(epochs / exact - 1) > _ROUNDING_TO_WARN_OF:
+        tell(
+            f"warning: epochs are whole, so it trains for about {minutes * epochs / exact:.2f} minutes instead of {minutes:g}"
+        )
+    return overrides
+
+
+def measured_images_per_second(recipe: PretrainRecipe, *, name: str, beside: Path) -> float:
+    """The speed of the last steps of a trial, in a folder of its own that goes when the trial is over, and stays where
+    it failed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"trial-{name}-", dir=beside))
+    trial = {
+        "trainer.epochs": max(recipe.trainer.epochs, _NUM_STEPS),  # an epoch may be a single step
+        "trainer.max_steps": _NUM_STEPS,
+        "trainer.log_every_steps": _STEPS_AN_INTERVAL,
+        "trainer.checkpoint_every_steps": _NUM_STEPS,
+        "trainer.milestone_every_epochs": 0,
+        "probes.every_epochs": 0,
+    }
+    try:
+        result = pretrain(recipe=recipe, output=folder, overrides=trial)
+    except MasslError as error:
+        raise MasslError(f"the trial of its speed failed, see {folder}: {error}") from error
+    shutil.rmtree(folder)
+    if result.signal_number is not None:
+        raise TrialStopped(result.signal_number)
+    return result.metrics[-1]["images_per_second"]
+
+
+def refuse_other_minutes(folder: Path, minutes: float) -> None:
+    """Runs of one length are not continued as runs of another."""
+    noted = _noted(folder)
+    if noted and noted["minutes"] != minutes:
+        raise RecipeError(
+            f"{folder} holds runs of --minutes {noted['minutes']!r}, not {minutes!r}; give the same to continue them, or another --output"
+        )
+
+
+def _epochs_of_run(run: Path) -> int:
+    """Of a run that is there, which must be one that was planned by minutes."""
+    epochs = load_recipe(run / "recipe.yaml").trainer.epochs
+    planned = _noted(run.parent).get("runs", {}).get(run.name, {})
+    if planned.get("trainer.epochs") != epochs:
+        raise RecipeError(f"{run} was not trained with --minutes; choose another --output")
+    return epochs
+
+
+def _refuse_less_than_half_an_epoch(minutes: float, exact_epochs: float) -> None:
+    """On many images a whole epoch could take hours instead."""
+    if exact_epochs < 0.5:
+        raise RecipeError(
+            f"an epoch takes {minutes / exact_epochs:.2f} minutes, and --minutes {minutes!r} is less than half of that; "
+            "schedules are made of whole epochs: give more minutes, or fewer images"
+        )
+
+
+def _steps_per_epoch(recipe: PretrainRecipe) -> int:
+    trainer = recipe.trainer
+    return EpochOrder(
+        len(open_source(recipe.data.source)), batch_size=trainer.batch_size, seed=trainer.seed
+    ).steps_per_epoch
+
+
+def _shortened_warm_ups(recipe: PretrainRecipe, *, epochs: int, given: Collection[str]) -> dict[str, float]:
+    """In proportion to the epochs, where these are fewer than the recipe's."""
+    if epochs >= recipe.trainer.epochs:
+        return {}
+    values = flatten(recipe)
+    share = epochs / recipe.trainer.epochs
+    return {key: round(values[key] * share, 3) for key in _WARM_UPS if values.get(key) and key not in given}
+
+
+def _noted(folder: Path) -> dict[str, Any]:
+    """What minutes.json says; nothing where it is not there."""
+    file = folder / _RECORD
+    if not file.exists():
+        return {}
+    try:
+        noted = json.loads(file.read_text(encoding="utf-8"))
+        return {"minutes": float(noted["minutes"]), "runs": dict(noted["runs"])}
+    except (ValueError, KeyError, TypeError):
+        raise MasslError(f"{file} is not as massl compare --minutes writes it; choose another --output") from None
+
+
+def _note(run: Path, *, minutes: float, values: Mapping[str, float]) -> None:
+    runs = _noted(run.parent).get("runs", {}) | {run.name: dict(values)}
+    text = json.dumps({"minutes": minutes, "runs": runs}, indent=2) + "\n"
+    write_atomically(run.parent / _RECORD, lambda file: file.write(text.encode()))

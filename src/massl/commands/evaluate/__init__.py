@@ -1,0 +1,1 @@
+"""`massl evaluate`: `settings` are its options, `jobs` the list of measurements, `command` carries them out."""

@@ -1,0 +1,126 @@
+"""Everything `massl evaluate` can be told: the fields are its options."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from massl.config import Settings, closest
+from massl.data.evaluation.views import PUBLISHED_CROP_RATIO
+from massl.evaluations.features import ExtractionSettings
+from massl.evaluations.named_features import FEATURES
+from massl.evaluations.protocols import PROTOCOLS
+from massl.evaluations.protocols.attention import AttentionSettings
+from massl.evaluations.protocols.backgrounds import BackgroundsSettings
+from massl.evaluations.protocols.clustering import ClusteringSettings
+from massl.evaluations.protocols.copy_detection import CopyDetectionSettings
+from massl.evaluations.protocols.correspondence import CorrespondenceSettings
+from massl.evaluations.protocols.davis import DavisSettings
+from massl.evaluations.protocols.knn import KnnSettings
+from massl.evaluations.protocols.linear import LinearSettings
+from massl.evaluations.protocols.logreg import LogisticSettings
+from massl.evaluations.protocols.long_tail import LongTailSettings
+from massl.evaluations.protocols.low_shot import LowShotSettings
+from massl.evaluations.protocols.retrieval import RetrievalSettings
+
+NO_CACHE = "none"
+
+
+class ModelSettings(ExtractionSettings):
+    """How the model is opened and fed, for all commands that take one."""
+
+    feature: str | None = Field(
+        None,
+        description="read this instead of what the protocol names. "
+        + "; ".join(f"{name}: {kind.summary}" for name, kind in FEATURES.items()),
+    )
+    image_size: int | None = Field(
+        None, gt=0, description="side of the views in pixels; default: what the model was made for"
+    )
+    crop_ratio: float = Field(
+        PUBLISHED_CROP_RATIO,
+        gt=0,
+        le=1,
+        description="centre crop / shorter side (224 / 256 as published); 1 for images as small as 32 px",
+    )
+    num_heads: int | None = Field(
+        None, gt=0, description="attention heads of a weights file whose layout does not tell (MoCo-v3: 12)"
+    )
+    pretrained: bool | None = Field(
+        None,
+        description="of timm names: load timm's weights; default: where the name has a tag, as in vit_small_patch16_224.dino",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
+
+
+class EvaluateSettings(ModelSettings):
+    """What is measured on which images, and how."""
+
+    output: str = Field(description="folder for results.jsonl, results.md, kept features, heads and figures")
+    protocol: tuple[str, ...] = Field(
+        (), description="; ".join(f"{name}: {entry.summary}" for name, entry in PROTOCOLS.items())
+    )
+    suite: Literal["paper"] | None = Field(
+        None, description="paper: every evaluation of the paper whose data lie below data_root"
+    )
+    train: str | None = Field(
+        None, description="images to learn from: a folder, archive or URI, as in pretrain's --data.source"
+    )
+    test: str | None = Field(None, description="images to score")
+    validation: str | None = Field(None, description="images for choosing rates; default: a part of train is held out")
+    folder: str | None = Field(
+        None, description="of retrieval, copy-detection, backgrounds and davis: the folder in the published layout"
+    )
+    data: tuple[str, ...] = Field(
+        (), description="data sets by name (CIFAR-10, Pets ...) below data_root, instead of train, test and folder"
+    )
+    data_root: str | None = Field(None, description="where the data sets lie")
+    name: str | None = Field(
+        None, description="what the data are called in the results; default: the URI of the test images"
+    )
+    cache: str = Field(
+        "", description=f"folder where features are kept; default: OUTPUT/features; {NO_CACHE}: they are not kept"
+    )
+    again: bool = Field(False, description="measure again what the results already hold")
+    knn: KnnSettings = KnnSettings()
+    logreg: LogisticSettings = LogisticSettings()
+    linear: LinearSettings = LinearSettings()
+    low_shot: LowShotSettings = LowShotSettings()
+    long_tail: LongTailSettings = LongTailSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    copy_detection: CopyDetectionSettings = CopyDetectionSettings()
+    backgrounds: BackgroundsSettings = BackgroundsSettings()
+    clustering: ClusteringSettings = ClusteringSettings()
+    attention: AttentionSettings = AttentionSettings()
+    correspondence: CorrespondenceSettings = CorrespondenceSettings()
+    davis: DavisSettings = DavisSettings()
+
+    @model_validator(mode="after")
+    def _something_is_asked_for(self) -> "EvaluateSettings":
+        for protocol in self.protocol:
+            if protocol not in PROTOCOLS:
+                raise ValueError(
+                    f"there is no protocol {protocol!r}.{closest(protocol, PROTOCOLS)} Known: {', '.join(PROTOCOLS)}"
+                )
+        if (self.suite is None) == (not self.protocol):
+            raise ValueError("what is to be measured? Give protocol (knn, linear ...) or suite paper, one of the two")
+        if (self.suite or self.data) and not self.data_root:
+            raise ValueError("data_root is missing: the folder below which the data sets lie")
+        own = [field for field in ("train", "test", "validation", "folder", "name") if getattr(self, field) is not None]
+        if self.data and own:
+            raise ValueError(f"data names known sets, {' and '.join(own)} your own images: give one or the other")
+        if self.suite and (self.data or own):
+            given = " and ".join([*(["data"] if self.data else []), *own])
+            raise ValueError(
+                f"suite {self.suite} chooses its images below data_root itself: leave {given} out, or give protocol instead"
+            )
+        return self
+
+    def of_protocol(self, protocol: str) -> Settings:
+        settings: Settings = getattr(self, protocol.replace("-", "_"))
+        return settings
+
+    def cache_folder(self) -> Path | None:
+        if self.cache == NO_CACHE:
+            return None
+        return Path(self.cache).expanduser() if self.cache else Path(self.output).expanduser() / "features"

@@ -1,0 +1,231 @@
+"""Run folders and ablations as one HTML page that needs nothing but a browser."""
+
+import itertools
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+from rich.console import Console
+
+from massl.commands.evaluate.command import RESULTS_FILE, say
+from massl.commands.recipe import load_recipe, shipped_recipes
+from massl.commands.report.figure_model import Device
+from massl.commands.report.figures import figures_of
+from massl.commands.report.files import require_page_file, runs_of_comparison, write_page
+from massl.config import MasslError, Settings, flatten, validate
+from massl.evaluations.base import EvaluationError
+from massl.evaluations.results import ResultRow, newest, read_rows
+from massl.reports.page.assembly import report_page
+from massl.reports.page.section import Section
+from massl.reports.page.sections.ablations import ablation_files, ablations_section
+from massl.reports.page.sections.public import tables_with_ours
+from massl.reports.page.sections.reproduction import PackagedRecipe, changes_between, reproduction_section
+from massl.reports.page.sections.results import results_section
+from massl.reports.published.data_sets import require_known
+from massl.reports.run_curves import distinct_labels
+from massl.reports.runs import PageRun, read_page_run
+from massl.reports.tables import transfer_averages
+
+_LARGE_MIB = 10  # more is slow on a telephone and too much for many mail boxes
+
+
+class ReportSettings(Settings):
+    """What goes into the page, and where the page goes."""
+
+    output: str = Field(description="the HTML file; a page that is there is replaced, any other file refused")
+    results: tuple[str, ...] = Field(
+        (), description="folders of massl evaluate; besides those below the runs' own folders"
+    )
+    figures: bool = Field(True, description="draw attention maps, matches, neighbours and a map of the features")
+    data_set: str | None = Field(
+        None,
+        description="what the runs were trained on, for public tables, where data.source does not say it: CIFAR-10",
+    )
+    data: str | None = Field(
+        None, description="images for the figures; default: those of each run's probe, or of its training"
+    )
+    device: Device = Field("auto", description="where the figures are computed")
+
+    @model_validator(mode="after")
+    def _options_of_figures_need_figures(self) -> Self:
+        given = {"--data": self.data is not None, "--device": self.device != "auto"}
+        if not self.figures and any(given.values()):
+            options = " and ".join(option for option, is_given in given.items() if is_given)
+            raise ValueError(
+                f"{options} would not be used: without figures no images are looked at; leave out {options} or --no-figures"
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    file: Path
+    runs: tuple[PageRun, ...]
+    num_ablations: int
+
+
+def report(
+    runs: Sequence[str | Path],
+    *,
+    output: str | Path,
+    results: Sequence[str | Path] = (),
+    data_set: str | None = None,
+    figures: bool = True,
+    data: str | Path | None = None,
+    device: Device = "auto",
+) -> Report:
+    """Write the page of some folders: runs of `massl pretrain`, those of a `massl compare`, and ablations of `massl
+    ablate`.
+    """
+    plain: dict[str, Any] = {
+        "output": str(output),
+        "results": [str(folder) for folder in results],
+        "figures": figures,
+        "device": device,
+    }
+    plain |= {} if data is None else {"data": str(data)}
+    plain |= {} if data_set is None else {"data_set": data_set}
+    return run_report([str(run) for run in runs], validate(ReportSettings, plain, origin="report"))
+
+
+def run_report(folders: Sequence[str], settings: ReportSettings) -> Report:
+    """`massl report`: read everything first, so that what is wrong is told before the figures are drawn."""
+    console = Console(stderr=True, highlight=False)
+    file = Path(settings.output).expanduser()
+    require_page_file(file)
+    require_known(settings.data_set)
+    runs, ablations = _read(folders)
+    for run in runs:
+        for remark in run.remarks:
+            say(console, f"{run.label}: {remark}", style="yellow")
+    command = _command(folders, settings)
+    sections = _sections(runs, ablations, settings, command)
+    page = report_page(runs, sections, title=_title(runs, ablations), created=datetime.now(UTC))
+    encoded = page.encode("utf-8", errors="backslashreplace")  # names of files need not be UTF-8
+    write_page(file, encoded)
+    mebibytes = len(encoded) / 2**20
+    say(console, f"{mebibytes:.1f} MiB")
+    if mebibytes > _LARGE_MIB:
+        say(console, "a large page: fewer runs make it smaller, or --no-figures", style="yellow")
+    return Report(file=file, runs=tuple(runs), num_ablations=len(ablations))
+
+
+def _read(folders: Sequence[str]) -> tuple[list[PageRun], list[Path]]:
+    """Runs, labelled apart, and the files of ablations."""
+    if not folders:
+        raise MasslError(
+            "which runs? Name folders of massl pretrain or massl ablate, e.g. massl report runs/a --output report.html"
+        )
+    paths = [path for folder in folders for path in runs_of_comparison(Path(folder).expanduser())]
+    ablations = {path: ablation_files(path) for path in paths if path.is_dir() and not (path / "recipe.yaml").exists()}
+    of_runs = [path for path in paths if not ablations.get(path)]
+    runs = [read_page_run(path, label=label) for path, label in zip(of_runs, distinct_labels(of_runs), strict=True)]
+    return runs, list(dict.fromkeys(file for files in ablations.values() for file in files))
+
+
+def _title(runs: Sequence[PageRun], ablations: Sequence[Path]) -> str:
+    if len(runs) == 1:
+        return runs[0].label
+    return f"{len(runs)} runs" if runs else "Ablation" if len(ablations) == 1 else "Ablations"
+
+
+def _sections(
+    runs: Sequence[PageRun], ablations: Sequence[Path], settings: ReportSettings, command: str
+) -> list[Section]:
+    rows, remarks = _results(runs, settings.results)
+    sections = []
+    if runs or rows or remarks:
+        shown = [vars(row) for row in rows]
+        sections.append(
+            results_section(
+                [*shown, *transfer_averages(shown)],
+                remarks=remarks,
+                public=tables_with_ours(runs, data_set=settings.data_set),
+            )
+        )
+    if ablations:
+        sections.append(ablations_section(ablations))
+    with_backbones = {
+        run.label: run.curve.folder for run in runs if (run.curve.folder / "backbone.safetensors").exists()
+    }
+    if settings.figures and with_backbones:
+        sections += figures_of(with_backbones, data=settings.data, device=settings.device)
+    return [*sections, reproduction_section(runs, packaged_recipes(runs), command=command)]
+
+
+def _results(runs: Sequence[PageRun], folders: Sequence[str]) -> tuple[list[ResultRow], list[str]]:
+    """All rows of evaluations, the newest of their kind, and which files could not be read."""
+    files = [
+        file
+        for run in runs
+        for file in (run.curve.folder / RESULTS_FILE, *sorted(run.curve.folder.glob(f"*/{RESULTS_FILE}")))
+    ]
+    for folder in folders:
+        named = Path(folder).expanduser()
+        file = named / RESULTS_FILE if named.is_dir() else named
+        if not file.is_file():
+            raise MasslError(f"--results {folder}: there is no {RESULTS_FILE}; name the --output of a massl evaluate")
+        files.append(file)
+    rows: list[ResultRow] = []
+    remarks = []
+    for file in dict.fromkeys(path.resolve() for path in files):
+        try:
+            rows += read_rows(file)
+        except EvaluationError as error:
+            remarks.append(str(error))
+    return newest(rows), remarks
+
+
+def packaged_recipes(runs: Sequence[PageRun]) -> dict[str, PackagedRecipe]:
+    """Label of a run -> the packaged recipe its command names, or else the one of its method it is nearest to."""
+    found = {}
+    for run in runs:
+        named = _recipe_named(run.curve.environment)
+        shipped = {
+            name: _settings_of(name, run.curve.method) for name in (shipped_recipes() if named is None else [named])
+        }
+        own = _own_settings(run)
+        changes = {name: changes_between(values, own) for name, values in shipped.items() if values}
+        if changes:
+            nearest = min(changes, key=lambda name: len(changes[name]))
+            found[run.label] = PackagedRecipe(name=nearest, is_named=named is not None, changes=changes[nearest])
+    return found
+
+
+def _own_settings(run: PageRun) -> Mapping[str, Any]:
+    """The run's recipe, with the defaults of settings that did not exist when it was trained."""
+    try:
+        return flatten(load_recipe(run.curve.folder / "recipe.yaml"))
+    except MasslError:  # of a version whose settings had other names
+        return run.curve.settings
+
+
+def _recipe_named(environment: Mapping[str, Any]) -> str | None:
+    """The packaged recipe after --recipe in the command that started a run."""
+    command = environment.get("command")
+    words = [word for given in (command if isinstance(command, list) else []) for word in str(given).split("=", 1)]
+    names = [name for option, name in itertools.pairwise(words) if option == "--recipe"]
+    return names[-1] if names and names[-1] in shipped_recipes() else None
+
+
+def _settings_of(recipe: str, method: str) -> dict[str, Any]:
+    """Its values for a method, flat; none where massl does not know the method (any more)."""
+    try:
+        return flatten(load_recipe(recipe, {"method.name": method}))
+    except MasslError:
+        return {}
+
+
+def _command(folders: Sequence[str], settings: ReportSettings) -> str:
+    """The command that makes this page."""
+    words = ["massl", "report", *folders, "--output", settings.output]
+    words += ["--results", *settings.results] if settings.results else []
+    words += [] if settings.data_set is None else ["--data_set", settings.data_set]
+    words += [] if settings.figures else ["--no-figures"]
+    words += [] if settings.data is None else ["--data", settings.data]
+    words += [] if settings.device == "auto" else ["--device", settings.device]
+    return shlex.join(words)

@@ -1,0 +1,1 @@
+"""What evaluation protocols look at: deterministic views, subsets of a data set, published ground truth."""

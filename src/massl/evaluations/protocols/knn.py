@@ -1,0 +1,84 @@
+"""Weighted k-NN classification (Wu et al., 2018), as DINO, iBOT and CARP run it."""
+
+from collections.abc import Iterator
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+
+from massl.config import Settings
+from massl.evaluations.base import EvaluationData, Measurement, require_labels, require_same_classes
+from massl.evaluations.features import Extractor
+from massl.ops.scoring.neighbours import cosine_topk, weighted_vote
+
+_MAX_SIMILARITIES = 1 << 28  # in work at once: 1 GiB; 209 queries against the 1.28 million images of ImageNet
+
+
+class KnnSettings(Settings):
+    ks: tuple[PositiveInt, ...] = Field(
+        (10, 20, 100, 200), min_length=1, description="numbers of neighbours, all reported"
+    )
+    temperature: float = Field(
+        0.07, gt=0, description="a neighbour at similarity s votes with weight exp(s / temperature)"
+    )
+
+
+def knn_scores(
+    train: Tensor, train_labels: Tensor, test: Tensor, *, num_classes: int, ks: tuple[int, ...], temperature: float
+) -> dict[int, Tensor]:  # [M, D], [M], [Q, D] -> k -> [Q, num_classes]
+    """Class scores of the test rows for each k; a k beyond the number of training rows takes all of them."""
+    chunk_rows = min(4096, max(1, _MAX_SIMILARITIES // len(train)))
+    similarities, indices = cosine_topk(test, train, num_neighbours=min(max(ks), len(train)), chunk_rows=chunk_rows)
+    neighbour_labels = train_labels[indices]
+    return {
+        k: weighted_vote(similarities[:, :k], neighbour_labels[:, :k], num_classes=num_classes, temperature=temperature)
+        for k in ks
+    }
+
+
+def top_accuracy(scores: Tensor, labels: Tensor, *, num_best: int) -> float:  # [Q, C], [Q] -> percent
+    """How often the label is among the `num_best` highest scores; of equal scores the lower class number comes first,
+    on every device.
+    """
+    own = scores.gather(1, labels[:, None])
+    comes_first = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]
+    num_before = ((scores > own) | ((scores == own) & comes_first)).sum(dim=1)
+    return 100.0 * float((num_before < num_best).double().mean())
+
+
+def neighbour_numbers(ks: tuple[int, ...], *, num_train: int) -> dict[int, str]:
+    """Each k once -> its name; of those that take all training images only the smallest, and its name says so."""
+    numbers: dict[int, str] = {}
+    for k in sorted(set(ks)):
+        numbers[k] = f"k={k}" if k <= num_train else f"k={k} (all {num_train} images)"
+        if k >= num_train:
+            break
+    return numbers
+
+
+def measure_knn(extractor: Extractor, data: EvaluationData, settings: KnnSettings) -> Iterator[Measurement]:
+    """Top-1 and top-5 accuracy of the test images among the training images, for every k; and the best top-1, chosen on
+    the test images.
+    """
+    assert data.train is not None
+    assert data.test is not None
+    num_classes = require_same_classes(data.train, data.test)
+    view = extractor.centre_view()
+    train, test = (extractor.features(source, view=view, feature="cls") for source in (data.train, data.test))
+    for features in (train, test):
+        require_labels(features)
+    on_device = [tensor.to(extractor.device) for tensor in (train.rows, train.labels, test.rows)]
+    numbers = neighbour_numbers(settings.ks, num_train=len(train))
+    scores = knn_scores(*on_device, num_classes=num_classes, ks=tuple(numbers), temperature=settings.temperature)
+    labels = test.labels.to(extractor.device)
+    top1 = {k: top_accuracy(scores[k], labels, num_best=1) for k in numbers}
+    for k, setting in numbers.items():
+        yield Measurement(data=data.name, setting=setting, metric="top1", value=top1[k], num_samples=len(test))
+        # as CARP has it: one neighbour makes one guess, not five
+        top5 = top_accuracy(scores[k], labels, num_best=min(5, k, len(train)))
+        yield Measurement(data=data.name, setting=setting, metric="top5", value=top5, num_samples=len(test))
+    if len(numbers) > 1:
+        best = max(top1, key=lambda k: top1[k])  # the smallest of several
+        yield Measurement(
+            data=data.name, setting=f"best k ({numbers[best]})", metric="top1", value=top1[best], num_samples=len(test)
+        )

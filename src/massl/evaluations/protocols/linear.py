@@ -1,0 +1,315 @@
+"""Linear probe in the way of iBOT (Zhou et al., 2022): one linear classifier for each of 45 learning rates on frozen
+features.
+
+The published number is the best over all rates and epochs on the test images themselves, so it is too good by what that
+choice gains. Beside it stand numbers whose rate, or rate and epoch, was chosen on images that are not test images.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import safetensors.torch
+import torch
+from pydantic import Field
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from massl import distributed
+from massl.config import changed
+from massl.data.evaluation.subsets import split_off
+from massl.data.evaluation.views import RandomCropView
+from massl.data.sources.base import ImageSource
+from massl.data.sources.subset import SubsetSource
+from massl.evaluations.base import (
+    EvaluationData,
+    EvaluationError,
+    LabelledFeatures,
+    Measurement,
+    labels_of_images,
+    require_labels,
+    require_same_classes,
+)
+from massl.evaluations.features import Extractor
+from massl.evaluations.protocols.linear_training import (
+    PUBLISHED,
+    FreshCrops,
+    HeldOut,
+    Sweep,
+    SweepSettings,
+    TrainedHeads,
+    TrainingRows,
+    kept_crops,
+)
+
+HEAD_FILE = "linear_head.safetensors"
+CURVE_FILE = "linear_curve.json"
+MAX_HELD_OUT = 50_000
+_WIDEST_FOR_LAST4 = 384  # wider transformers are read as class token and mean patch token
+
+
+class LinearSettings(SweepSettings):
+    crops: Literal["fresh", "cached", "centre"] = Field(
+        "fresh",
+        description="training views. fresh: new random crops every epoch, as published; cached: a few random crops per image, extracted "
+        "once, so that minutes replace hours; centre: the evaluation view, extracted once",
+    )
+    num_cached_crops: int = Field(
+        4,
+        gt=0,
+        description="crops per image where they are cached; all are held in memory, 7.9 GB each for ImageNet in every process",
+    )
+    held_out: float = Field(
+        0.05,
+        ge=0,
+        lt=1,
+        description="share of the training images, at most 50,000, on which a rate is chosen honestly; 0: no such number",
+    )
+
+    @property
+    def remark(self) -> str:
+        """What results must say of settings that are not the published ones."""
+        crops = {"fresh": "", "cached": f", {self.num_cached_crops} cached crops", "centre": ", centre crops"}[
+            self.crops
+        ]
+        return crops + ("" if self.epochs == type(self).model_fields["epochs"].default else f", {self.epochs} epochs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearProbe:
+    """What all trainings of one evaluation share."""
+
+    extractor: Extractor
+    settings: LinearSettings
+    feature: str
+    num_classes: int
+    test: LabelledFeatures
+    test_key: str
+    validation: HeldOut | None
+    output: Path
+
+    @property
+    def allow_tf32(self) -> bool:
+        """Whether heads may be computed with narrow operands: where the features were."""
+        return self.extractor.settings.precision == "bf16"
+
+    @property
+    def remark(self) -> str:
+        """What follows a setting's name where features or settings are not the published ones."""
+        return self.feature_remark + self.settings.remark
+
+    @property
+    def feature_remark(self) -> str:
+        return "" if self.feature == usual_feature(self.extractor) else f", feature {self.feature}"
+
+
+def usual_feature(extractor: Extractor) -> str:
+    """The feature iBOT probes: of four blocks for a ViT-S, of the last one for wider transformers."""
+    return "cls_last4" if extractor.model.backbone.dim <= _WIDEST_FOR_LAST4 else "cls_mean"
+
+
+def prepare_probe(extractor: Extractor, data: EvaluationData, settings: LinearSettings) -> LinearProbe:
+    """Check the data and extract the features of test and validation images."""
+    assert data.train is not None
+    assert data.test is not None
+    num_classes = require_same_classes(data.train, data.test)
+    feature = extractor.chosen_feature(usual_feature(extractor))
+    validation = None
+    if data.validation is not None:
+        require_same_classes(data.train, data.validation)
+        validation = held_out_images(extractor, data.validation, feature=feature, excluded=None)
+    test = extractor.features(data.test, view=extractor.centre_view(), feature=feature)
+    require_labels(test)
+    return LinearProbe(
+        extractor=extractor,
+        settings=settings,
+        feature=feature,
+        num_classes=num_classes,
+        test=test,
+        test_key=extractor.cache_key(data.test, extractor.centre_view(), feature),
+        validation=validation,
+        output=data.output,
+    )
+
+
+def held_out_images(extractor: Extractor, source: ImageSource, *, feature: str, excluded: Tensor | None) -> HeldOut:
+    """Features of images by which a rate is chosen."""
+    view = extractor.centre_view()
+    features = extractor.features(source, view=view, feature=feature)
+    require_labels(features)
+    return HeldOut(features=features, excluded=excluded, key=extractor.cache_key(source, view, feature))
+
+
+def held_out_of(probe: LinearProbe, train: ImageSource) -> HeldOut | None:
+    """The validation images where there are some, else some of the training images; None where none are asked for."""
+    fraction = min(probe.settings.held_out, MAX_HELD_OUT / len(train))
+    if probe.validation is not None or round(fraction * len(train)) == 0:
+        return probe.validation
+    _, chosen = split_off(len(train), fraction=fraction, key=(probe.settings.seed, "held out"))
+    excluded = torch.zeros(len(train), dtype=torch.bool)
+    excluded[chosen] = True
+    source = SubsetSource(train, chosen, name=f"held-out images of {train.name}")
+    return held_out_images(probe.extractor, source, feature=probe.feature, excluded=excluded)
+
+
+def train_heads(probe: LinearProbe, train: ImageSource, *, held_out: HeldOut | None) -> TrainedHeads:
+    """Train one head for each rate on the images of `train`; a training that was stopped continues.
+
+    What it gives is kept in its file until `forget`, so that a protocol of many trainings does not repeat the finished
+    ones.
+    """
+    extractor, settings = probe.extractor, probe.settings
+    training = _training_rows(probe, train)
+    sweep = Sweep(
+        training,
+        test=probe.test,
+        held_out=held_out,
+        num_classes=probe.num_classes,
+        settings=settings,
+        device=extractor.device,
+        allow_tf32=probe.allow_tf32,
+        file=probe.output / f"linear_{_training_key(probe, train, held_out)}.safetensors",
+    )
+    return sweep.run(lambda done, total: extractor.progress(f"linear heads on {train.name}", done, total))
+
+
+def forget(trained: Iterable[TrainedHeads]) -> None:
+    """Remove the files of trainings that are no longer needed."""
+    if distributed.is_main():
+        for heads in trained:
+            heads.file.unlink(missing_ok=True)
+
+
+def labels_of(source: ImageSource) -> Tensor:  # -> [N] int64 on the CPU
+    """The labels of all images, without reading them; an image that has none is refused."""
+    labels = labels_of_images(source)
+    require_labels(LabelledFeatures(rows=torch.empty(len(source), 0), labels=labels, name=source.name))
+    return labels
+
+
+def _training_rows(probe: LinearProbe, train: ImageSource) -> TrainingRows:
+    extractor, settings, feature = probe.extractor, probe.settings, probe.feature
+    if settings.crops == "fresh":
+        return FreshCrops(
+            extractor=extractor, source=train, labels=labels_of(train), feature=feature, seed=settings.seed
+        )
+    if settings.crops == "centre":
+        crops = [extractor.features(train, view=extractor.centre_view(), feature=feature)]
+    else:
+        num_crops = min(settings.num_cached_crops, settings.epochs)
+        views = [
+            RandomCropView(size=extractor.model.image_size, seed=settings.seed, epoch=number)
+            for number in range(num_crops)
+        ]
+        crops = [extractor.features(train, view=view, feature=feature) for view in views]
+    require_labels(crops[0])
+    return kept_crops(crops, device=extractor.device)
+
+
+def _training_key(probe: LinearProbe, train: ImageSource, held_out: HeldOut | None) -> str:
+    """Digest of all that decides a training."""
+    parts = {
+        "train": probe.extractor.cache_key(train, probe.extractor.centre_view(), probe.feature),
+        "test": probe.test_key,
+        "held_out": None if held_out is None else [held_out.key, held_out.excluded is not None],
+        "settings": probe.settings.model_dump(mode="json"),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+# ---- the protocol ----------------------------------------------------------------------------------------------------
+
+
+def measure_linear(extractor: Extractor, data: EvaluationData, settings: LinearSettings) -> Iterator[Measurement]:
+    """Top-1 accuracy on the test images by each way of choosing a head; leaves the published head and all curves in the
+    output folder.
+    """
+    assert data.train is not None
+    probe = prepare_probe(extractor, data, settings)
+    trained = train_heads(probe, data.train, held_out=held_out_of(probe, data.train))
+    if distributed.is_main():
+        save_head(data.output / HEAD_FILE, trained, probe, class_names=data.train.class_names or ())
+        write_curves(data.output / CURVE_FILE, trained)
+    for selection, value in trained.top1().items():
+        yield Measurement(
+            data=data.name, setting=selection + probe.remark, metric="top1", value=value, num_samples=len(probe.test)
+        )
+    forget([trained])
+
+
+def write_curves(path: Path, trained: TrainedHeads) -> None:
+    """All accuracies in percent, an inner list for each epoch with one number for each base rate, and which heads were
+    chosen.
+    """
+    curves = {
+        "base_rates": trained.base_rates,
+        "test_top1": trained.test_top1.tolist(),
+        "held_out_top1": None if trained.held_out_top1 is None else trained.held_out_top1.tolist(),
+        "chosen": {
+            selection: {"base_rate": trained.base_rates[head.rate_index], "epoch": head.epoch + 1}
+            for selection, head in trained.chosen.items()
+        },
+    }
+    path.write_text(json.dumps(curves, indent=1), encoding="utf-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedHead:
+    """A classifier, and what it must be used with."""
+
+    weights: Tensor  # [C, D]
+    bias: Tensor  # [C]
+    feature: str
+    class_names: tuple[str, ...]
+    backbone: str  # fingerprint of the model whose features it was trained on
+    view_size: int  # pixels of the images it was trained on
+    remark: str  # what was not as published in its training: ", 10 epochs"
+
+
+def save_head(path: Path, trained: TrainedHeads, probe: LinearProbe, *, class_names: tuple[str, ...]) -> None:
+    """The head of the published number, as safetensors; the metadata says how it came about."""
+    head, model = trained.chosen[PUBLISHED], probe.extractor.model
+    metadata = {
+        "format": "pt",
+        "feature": probe.feature,
+        "view_size": str(model.image_size),
+        "class_names": json.dumps(class_names),
+        "base_rate": repr(trained.base_rates[head.rate_index]),
+        "epoch": str(head.epoch + 1),
+        "top1": repr(trained.top1()[PUBLISHED]),
+        "backbone": model.fingerprint,
+        "remark": "".join(f", {change}" for change in changed(probe.settings, besides=("seed", "held_out")))
+        + probe.feature_remark,
+    }
+    unfinished = path.with_suffix(f".{os.getpid()}.unfinished")  # another evaluation may share the folder
+    safetensors.torch.save_file({"weight": head.weights, "bias": head.bias}, unfinished, metadata=metadata)
+    unfinished.replace(path)
+
+
+def load_head(path: Path) -> SavedHead:
+    """A head that a linear probe has left."""
+    if not path.is_file():
+        raise EvaluationError(
+            f"there is no linear head at {path}; run the linear protocol first, which leaves {HEAD_FILE}"
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        tensors = safetensors.torch.load_file(path)
+        return SavedHead(
+            weights=tensors["weight"],
+            bias=tensors["bias"],
+            feature=metadata["feature"],
+            class_names=tuple(json.loads(metadata["class_names"])),
+            backbone=metadata["backbone"],
+            view_size=int(metadata["view_size"]),
+            remark=metadata["remark"],
+        )
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise EvaluationError(
+            f"{path} is no linear head of massl's ({error}); the linear protocol writes {HEAD_FILE}"
+        ) from None

@@ -1,0 +1,236 @@
+"""A plain vision transformer computed by fused kernels: features of views of several sizes, in one pass.
+
+The model stays timm's own, its parameters are read where they are. Tokens of all views lie one below the other, so that
+each matrix product of a block runs once for all of them. Where only its class token is wanted of a view, the last block
+is computed for it alone.
+"""
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from massl.nn.drop_path import KeyedDropPath
+from massl.nn.positions import model_positions
+from massl.nn.transformer.plain import PlainBlock, embed_patches
+from massl.ops.kernels.attention import Run
+from massl.ops.kernels.fused_block import BlockWeights, Operands, Stream, attend_from_class, settle, transformer_block
+from massl.ops.kernels.tokens import cut_into_patches, pack_tokens
+
+
+def class_features(
+    model: VisionTransformer,
+    view_groups: list[Tensor],
+    scales: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+    memory_lean: bool,
+) -> Tensor:  # groups of [R_i, 3, H_i, W_i], [num_drop_paths, sum R_i] -> [sum R_i, D]
+    """The class token after the final norm of every view. `scales` are those of stochastic depth, one per layer and
+    view.
+
+    `dtype` is that of the products, `stream_dtype` that of the residual stream between blocks.
+    """
+    tokens, runs = packed_tokens(model, view_groups, dtype, stream_dtype)
+    blocks: list[PlainBlock] = list(model.blocks)
+    stream = _through_blocks(blocks[:-1], Stream(tokens), scales, runs, dtype, memory_lean)
+    return model.norm(class_token_after_last_block(blocks[-1], stream, scales, runs, dtype))  # type: ignore[no-any-return]
+
+
+def class_and_patch_features(
+    model: VisionTransformer,
+    view_groups: list[Tensor],
+    scales: Tensor | None,
+    *,
+    masks: Tensor | None,
+    mask_token: Tensor | None,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+    memory_lean: bool,
+) -> tuple[Tensor, Tensor]:  # as class_features, [R_0, N] bool, [D] -> [sum R_i, D] float32, [R_0, N, D] in `dtype`
+    """The class token of every view and the patch tokens of the first group, after the final norm; see
+    Backbone.class_and_patches.
+    """
+    tokens, runs = packed_tokens(model, view_groups, dtype, stream_dtype, masks=masks, mask_token=mask_token)
+    blocks: list[PlainBlock] = list(model.blocks)
+    stream = _through_blocks(blocks[:-1], Stream(tokens), scales, runs, dtype, memory_lean)
+    # The last block in full for the first group; of further ones, half the tokens with ten small views, the class token
+    # will do.
+    whole, *further = _split_stream(
+        stream, [sum(run.num_sequences * run.length for run in part) for part in (runs[:1], runs[1:]) if part]
+    )
+    whole_scales, further_scales = (
+        (None, None) if scales is None else torch.tensor_split(scales, [runs[0].num_sequences], dim=1)
+    )
+    whole = _through_blocks(blocks[-1:], whole, whole_scales, runs[:1], dtype, memory_lean)
+    total, normed = _final_norm(model, whole, dtype)
+    first = _first_tokens(total, runs[:1]).float()  # few, so not rounded to 16 bits as the patch tokens are
+    others = [class_token_after_last_block(blocks[-1], part, further_scales, runs[1:], dtype) for part in further]
+    return model.norm(torch.cat([first, *others])), normed.view(*runs[0], -1)[:, model.num_prefix_tokens :]
+
+
+def visible_features(
+    model: VisionTransformer,
+    images: Tensor,
+    kept: Tensor,
+    scales: Tensor | None,
+    *,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+    memory_lean: bool,
+) -> Tensor:  # [R, 3, H, W], [R, n] int64, [num_drop_paths, R] -> [R, prefix + n, D] in `dtype`
+    """Tokens of the patches in `kept` and of what stands in front of them, after the final norm; see Backbone.visible."""
+    tokens = _visible_tokens(model, images, kept, dtype).to(stream_dtype)
+    runs = [Run(*tokens.shape[:2])]
+    stream = _through_blocks(list(model.blocks), Stream(tokens.flatten(0, 1)), scales, runs, dtype, memory_lean)
+    return _final_norm(model, stream, dtype)[1].view(*runs[0], -1)
+
+
+def _through_blocks(
+    blocks: list[PlainBlock],
+    stream: Stream,
+    scales: Tensor | None,
+    runs: list[Run],
+    dtype: torch.dtype,
+    memory_lean: bool,
+) -> Stream:
+    token_scales = None if scales is None else _per_token(scales, runs)
+    for block, block_operands in zip(blocks, operands_of(blocks, dtype), strict=True):
+        stream = transformer_block(
+            stream,
+            weights_of(block),
+            block_operands,
+            attention_scale=_scale_of(block.drop_path1, token_scales),
+            branch_scale=_scale_of(block.drop_path2, token_scales),
+            runs=runs,
+            num_heads=block.attn.num_heads,
+            epsilons=(block.norm1.eps, block.norm2.eps),
+            memory_lean=memory_lean,
+        )
+    return stream
+
+
+def _split_stream(stream: Stream, nums_tokens: list[int]) -> list[Stream]:
+    """Parts of so many tokens each; the bias belongs to all of them."""
+    assert stream.branch is not None
+    scales = [None] * len(nums_tokens) if stream.scale is None else torch.split(stream.scale, nums_tokens)
+    parts = zip(torch.split(stream.x, nums_tokens), torch.split(stream.branch, nums_tokens), scales, strict=True)
+    return [Stream(x, branch, stream.bias, scale) for x, branch, scale in parts]
+
+
+# -> [T, D], [T, D] in `dtype`
+def _final_norm(model: VisionTransformer, stream: Stream, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    norm: PlainBlock = model.norm
+    return settle(stream, norm.weight, norm.bias, epsilon=norm.eps, dtype=dtype)
+
+
+def packed_tokens(
+    model: VisionTransformer,
+    view_groups: list[Tensor],
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype,
+    *,
+    masks: Tensor | None = None,
+    mask_token: Tensor | None = None,
+) -> tuple[Tensor, list[Run]]:  # groups of [R_i, 3, H_i, W_i], [R_0, N] bool, [D] -> [T, D]
+    """Patch embedding as a matrix product: patches do not overlap, and a convolution of this shape is slow to
+    differentiate.
+    """
+    projection = model.patch_embed.proj
+    weight = projection.weight.flatten(1).to(dtype).t()
+    patches, tables, runs = [], [], []
+    for views in view_groups:
+        height, width = views.shape[2] // projection.kernel_size[0], views.shape[3] // projection.kernel_size[1]
+        patches.append(cut_into_patches(views, projection.kernel_size, dtype) @ weight)
+        shared = projection.bias.expand(1, height * width, -1)
+        tables.append(embed_patches(model, shared, model_positions(model, height, width))[0])
+        runs.append(Run(len(views), len(tables[-1])))
+    # The table adds the bias of the patch embedding to every patch, and a masked one has none.
+    stand_in = None if mask_token is None else mask_token - projection.bias
+    return pack_tokens(patches, tables, model.num_prefix_tokens, stream_dtype, masks=masks, stand_in=stand_in), runs
+
+
+# -> [R, prefix + n, D] float32
+def _visible_tokens(model: VisionTransformer, images: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
+    """Only the patches in `kept` are multiplied: a quarter of them, as a rule."""
+    projection = model.patch_embed.proj
+    height, width = images.shape[2] // projection.kernel_size[0], images.shape[3] // projection.kernel_size[1]
+    pixels = cut_into_patches(images, projection.kernel_size, dtype).view(len(images), height * width, -1)
+    chosen = pixels.gather(1, kept[..., None].expand(-1, -1, pixels.shape[2]))
+    patches = linear(chosen, projection.weight.flatten(1).to(dtype), projection.bias.to(dtype)).float()
+    positions = model_positions(model, height, width)
+    no_patches, of_prefix = patches.new_empty(1, 0, patches.shape[2]), None
+    if positions is not None:
+        of_prefix, of_patches = torch.tensor_split(positions, [positions.shape[1] - height * width], dim=1)
+        patches = patches + of_patches[0][kept]  # by indexing: the backward pass of other gathers adds in any order
+    return torch.cat([embed_patches(model, no_patches, of_prefix).expand(len(images), -1, -1), patches], dim=1)
+
+
+def class_token_after_last_block(
+    block: PlainBlock, stream: Stream, scales: Tensor | None, runs: list[Run], dtype: torch.dtype
+) -> Tensor:  # -> [R, D]
+    attention = block.attn
+    total, normed = settle(stream, block.norm1.weight, block.norm1.bias, epsilon=block.norm1.eps, dtype=dtype)
+    width = attention.num_heads * attention.head_dim
+    weight, bias = attention.qkv.weight.to(dtype), attention.qkv.bias.to(dtype)
+    query = linear(_first_tokens(normed, runs), weight[:width], bias[:width])
+    attended = attend_from_class(query, linear(normed, weight[width:], bias[width:]), runs, attention.num_heads)
+    # From here on one token per view: small, so float32 sums cost nothing.
+    first = _first_tokens(total, runs).float()
+    first = first + _scaled(block.drop_path1, attention.proj(attended), scales)
+    return first + _scaled(block.drop_path2, block.mlp(block.norm2(first)), scales)
+
+
+def _first_tokens(rows: Tensor, runs: list[Run]) -> Tensor:  # [T, D] -> [R, D]
+    parts = torch.split(rows, [run.num_sequences * run.length for run in runs])
+    return torch.cat([part.view(*run, -1)[:, 0] for part, run in zip(parts, runs, strict=True)])
+
+
+def _per_token(scales: Tensor, runs: list[Run]) -> Tensor:  # [layers, R] -> [layers, T]
+    parts = torch.split(scales, [run.num_sequences for run in runs], dim=1)
+    return torch.cat(
+        [part[:, :, None].expand(-1, -1, run.length).flatten(1) for part, run in zip(parts, runs, strict=True)], dim=1
+    )
+
+
+def _scale_of(drop_path: nn.Module, token_scales: Tensor | None) -> Tensor | None:
+    return token_scales[drop_path.layer] if token_scales is not None and isinstance(drop_path, KeyedDropPath) else None
+
+
+def _scaled(drop_path: nn.Module, branch: Tensor, scales: Tensor | None) -> Tensor:
+    return (
+        branch * scales[drop_path.layer][:, None]
+        if scales is not None and isinstance(drop_path, KeyedDropPath)
+        else branch
+    )
+
+
+def weights_of(block: PlainBlock) -> BlockWeights:
+    attention, mlp = block.attn, block.mlp
+    return BlockWeights(
+        block.norm1.weight,
+        block.norm1.bias,
+        attention.qkv.weight,
+        attention.qkv.bias,
+        attention.proj.weight,
+        attention.proj.bias,
+        block.norm2.weight,
+        block.norm2.bias,
+        mlp.fc1.weight,
+        mlp.fc1.bias,
+        mlp.fc2.weight,
+        mlp.fc2.bias,
+    )
+
+
+@torch.no_grad()
+def operands_of(blocks: list[PlainBlock], dtype: torch.dtype) -> list[Operands]:
+    """Weights in the precision of the products, all cast together: one launch for hundreds of tensors instead of one
+    each.
+    """
+    sources = [getattr(weights_of(block), name) for block in blocks for name in Operands._fields]
+    cast = [torch.empty_like(source, dtype=dtype) for source in sources]
+    torch._foreach_copy_(cast, sources)
+    num = len(Operands._fields)
+    return [Operands(*cast[start : start + num]) for start in range(0, len(cast), num)]

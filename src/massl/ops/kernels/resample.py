@@ -1,0 +1,185 @@
+"""Views on a GPU in three launches per view size: resample (here), colour, finish (look_kernels).
+
+The slow truth is image_ops, whose results these kernels repeat to within a fraction of a grey level. Everything a
+kernel needs to know about a view is one row of a job table, which reaches the device in a single copy. No program
+depends on another or on the batch, and nothing is added up across programs, so a view is bitwise the same wherever it
+stands.
+
+Weights and images enter the tensor cores as float16: bytes are exact in it, and each sum is divided by the sum of the
+*rounded* weights, so a constant image stays constant. It has the 11 bits of tf32, but is rounded, where the hardware
+cuts tf32 operands off and so darkens.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from massl.ops.image_ops import Axis, Filter, RaggedImages
+
+# ---- the job table ---------------------------------------------------------------------------------------------------
+
+# 4-byte columns: the image's offset (8 bytes), height and width, both axes, then the looks of `pack_looks`.
+ROW_AXIS, COLUMN_AXIS, FACTORS, ORDER, JITTERED, GREYED, SOLARISED, SIGMA = map(
+    tl.constexpr, (4, 8, 12, 16, 20, 21, 22, 23)
+)
+NUM_COLUMNS = tl.constexpr(24)
+NUM_LOOKS = 12
+
+
+def pack_looks(
+    factors: Tensor, order: Tensor, *, jittered: Tensor, greyed: Tensor, solarised: Tensor, sigmas: Tensor
+) -> Tensor:
+    """[N, 4], [N, 4], the others [N] -> float32 [N, NUM_LOOKS]. A sigma of 0 stands for no blur."""
+    return torch.cat([factors, order, torch.stack([jittered, greyed, solarised, sigmas], dim=1)], dim=1).float()
+
+
+def pack_jobs(images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, looks: Tensor | None = None) -> Tensor:
+    """CPU int32 [N, 24]: view n is image `sources[n]` resampled along `rows` and `columns`, and then changed by
+    `looks[n]`.
+    """
+    places = torch.cat([images.offsets[:, None].view(torch.int32), images.sizes.int()], dim=1)[sources]
+    axes = torch.stack([*rows, *columns], dim=1)
+    if looks is None:
+        looks = axes.new_zeros(len(sources), NUM_LOOKS)
+    return torch.cat([places, axes.view(torch.int32), looks.view(torch.int32)], dim=1)
+
+
+# ---- crop and resize -------------------------------------------------------------------------------------------------
+
+
+class ResampleTiles(NamedTuple):
+    """What one program of the resampling kernel makes (output pixels) and reads at once (source pixels); powers of two
+    >= 16.
+    """
+
+    out_rows: int = 32
+    out_columns: int = 32
+    source_rows: int = 32
+    source_columns: int = 32
+    num_warps: int = 2  # the rows of a tile are shared out 16 to a warp; more warps would repeat the work of these two
+
+
+DEFAULT_TILES = ResampleTiles()
+
+
+def resample(
+    pixels: Tensor, jobs: Tensor, *, size: int, filter: Filter = "bicubic", tiles: ResampleTiles = DEFAULT_TILES
+) -> Tensor:
+    """uint8 [P] (a ragged batch), its jobs on the device -> float32 [N, 3, size, size] in [0, 1]."""
+    views = torch.empty(len(jobs), 3, size, size, device=pixels.device)
+    tiles_across, tiles_down = triton.cdiv(size, tiles.out_columns), triton.cdiv(size, tiles.out_rows)
+    _resample_kernel[(len(jobs) * tiles_down * tiles_across,)](
+        pixels,
+        jobs.view(torch.int64),
+        jobs,
+        jobs.view(torch.float32),
+        views,
+        size,
+        tiles_across,
+        tiles_down * tiles_across,
+        OUT_ROWS=tiles.out_rows,
+        OUT_COLUMNS=tiles.out_columns,
+        SOURCE_ROWS=tiles.source_rows,
+        SOURCE_COLUMNS=tiles.source_columns,
+        BILINEAR=filter == "bilinear",
+        num_warps=tiles.num_warps,
+        enable_fp_fusion=True,
+    )
+    return views
+
+
+@triton.jit
+def _load_four(place):
+    return tl.load(place), tl.load(place + 1), tl.load(place + 2), tl.load(place + 3)
+
+
+@triton.jit
+def load_channels(places, plane, inside):
+    red, green = tl.load(places, mask=inside, other=0), tl.load(places + plane, mask=inside, other=0)
+    return red, green, tl.load(places + 2 * plane, mask=inside, other=0)
+
+
+@triton.jit
+def store_channels(places, plane, inside, red, green, blue):
+    tl.store(places, red, mask=inside)
+    tl.store(places + plane, green, mask=inside)
+    tl.store(places + 2 * plane, blue, mask=inside)
+
+
+@triton.jit
+def _support(first_output, num_outputs, origin, step, num_read):
+    """The first source pixel with a weight for these outputs and the one after the last."""
+    edge, other_edge = origin + first_output * step, origin + (first_output + num_outputs) * step
+    reach = 2 * tl.maximum(tl.abs(step), 1.0)
+    begin = tl.maximum(tl.floor(tl.minimum(edge, other_edge) - reach), 0.0)
+    end = tl.minimum(tl.ceil(tl.maximum(edge, other_edge) + reach), num_read)
+    return begin.to(tl.int32), end.to(tl.int32)
+
+
+@triton.jit
+def _taps(sources, outputs, origin, step, num_read, BILINEAR: tl.constexpr):
+    """The weights of image_ops before they are divided by their sum, from positions that broadcast to a matrix."""
+    distance = tl.abs(sources + 0.5 - (origin + (outputs + 0.5) * step)) / tl.maximum(tl.abs(step), 1.0)
+    outer, inner = tl.maximum(2 - distance, 0.0), tl.maximum(1 - distance, 0.0)
+    taps = inner if BILINEAR else outer * outer * (outer - 1) * 0.5 + inner * inner * (1 - 2 * inner)
+    return tl.where(sources < num_read, taps, 0.0).to(tl.float16)
+
+
+@triton.jit
+def clipped(values):
+    return tl.minimum(tl.maximum(values, 0.0), 1.0)
+
+
+@triton.jit
+def _resample_kernel(
+    pixels, longs, ints, floats, views, size, tiles_across, num_tiles,
+    OUT_ROWS: tl.constexpr, OUT_COLUMNS: tl.constexpr, SOURCE_ROWS: tl.constexpr, SOURCE_COLUMNS: tl.constexpr,
+    BILINEAR: tl.constexpr,
+):  # fmt: skip
+    """One tile of one view, all channels: columns first, clipped, then rows. `longs`, `ints` and `floats` are the same
+    job table.
+    """
+    view, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    first_row, first_column = tile // tiles_across * OUT_ROWS, tile % tiles_across * OUT_COLUMNS
+    job = view * NUM_COLUMNS
+    height, width = tl.load(ints + job + 2), tl.load(ints + job + 3)
+    top, num_rows, row_origin, row_step = _load_four(floats + job + ROW_AXIS)
+    left, num_columns, column_origin, column_step = _load_four(floats + job + COLUMN_AXIS)
+    row_begin, row_end = _support(first_row, OUT_ROWS, row_origin, row_step, num_rows)
+    column_begin, column_end = _support(first_column, OUT_COLUMNS, column_origin, column_step, num_columns)
+    # 64 bits up to the corner of each channel's crop: a batch may pass 2 GiB; 32 bits from there on, within one
+    # channel.
+    plane = height.to(tl.int64) * width
+    red_corner = pixels + tl.load(longs + job // 2) + top.to(tl.int64) * width + left.to(tl.int64)
+    out_rows, out_columns = first_row + tl.arange(0, OUT_ROWS), first_column + tl.arange(0, OUT_COLUMNS)
+    row_sums = tl.full((OUT_ROWS,), 0.0, tl.float32)
+    red = tl.full((OUT_ROWS, OUT_COLUMNS), 0.0, tl.float32)
+    green, blue = red, red
+    for row_block in range(row_begin, row_end, SOURCE_ROWS):
+        rows = row_block + tl.arange(0, SOURCE_ROWS)
+        column_sums = tl.full((OUT_COLUMNS,), 0.0, tl.float32)
+        red_half = tl.full((SOURCE_ROWS, OUT_COLUMNS), 0.0, tl.float32)
+        green_half, blue_half = red_half, red_half
+        for column_block in range(column_begin, column_end, SOURCE_COLUMNS):
+            columns = column_block + tl.arange(0, SOURCE_COLUMNS)
+            across = _taps(columns[:, None], out_columns[None, :], column_origin, column_step, num_columns, BILINEAR)
+            column_sums += tl.sum(across.to(tl.float32), 0)
+            inside = (rows < row_end)[:, None] & (columns < column_end)[None, :]
+            reds, greens, blues = load_channels(red_corner + rows[:, None] * width + columns[None, :], plane, inside)
+            red_half = tl.dot(reds.to(tl.float16), across, red_half)
+            green_half = tl.dot(greens.to(tl.float16), across, green_half)
+            blue_half = tl.dot(blues.to(tl.float16), across, blue_half)
+        down = _taps(rows[None, :], out_rows[:, None], row_origin, row_step, num_rows, BILINEAR)
+        row_sums += tl.sum(down.to(tl.float32), 1)
+        # sums are near max(1, step); those of columns beyond the view may be 0
+        scale = 1 / (255 * tl.maximum(column_sums, 1e-6)[None, :])
+        red = tl.dot(down, clipped(red_half * scale).to(tl.float16), red)
+        green = tl.dot(down, clipped(green_half * scale).to(tl.float16), green)
+        blue = tl.dot(down, clipped(blue_half * scale).to(tl.float16), blue)
+    scale = 1 / tl.maximum(row_sums, 1e-6)[:, None]
+    places = views + view.to(tl.int64) * (3 * size * size) + out_rows[:, None] * size + out_columns[None, :]
+    inside = (out_rows < size)[:, None] & (out_columns < size)[None, :]
+    store_channels(places, size * size, inside, clipped(red * scale), clipped(green * scale), clipped(blue * scale))

@@ -1,0 +1,1 @@
+"""Pure scorers of features: nearest neighbours, clustering, classifiers, rankings, matching, feature health."""

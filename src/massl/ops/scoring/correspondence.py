@@ -1,0 +1,140 @@
+"""Which patch of a second image a patch of the first one is taken for, and which it really is when both are crops of
+one image.
+
+The protocol is iBOT's (Zhou et al., 2022). Positions are fractions of the image's height and width; grids are square, g
+patches a side, and numbered row by row.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch import Tensor
+from torch.nn.functional import interpolate, normalize
+
+_CHUNK_SIMILARITIES = 1 << 26  # held at once while matching: 256 MiB in float32
+
+
+class PatchCentres(NamedTuple):
+    """Where the patches of B square views lie in their images."""
+
+    rows: Tensor  # [B, g] float64, from the top of the image
+    columns: Tensor  # [B, g] float64, from its left; falling where the view is mirrored
+
+
+# [B, 4], bool [B], [B, 2]
+def patch_centres(boxes: Tensor, flipped: Tensor, sizes: Tensor, *, grid: int) -> PatchCentres:
+    """Centres of the patches of crops `boxes` (top, left, height, width) of images of `sizes` (height, width), all in
+    pixels.
+    """
+    top, left, height, width = boxes.double()[:, :, None].unbind(1)
+    image_height, image_width = sizes.double()[:, :, None].unbind(1)
+    down = (torch.arange(grid, dtype=torch.float64, device=boxes.device) + 0.5) / grid
+    across = torch.where(flipped[:, None], 1 - down, down)
+    return PatchCentres(rows=(top + height * down) / image_height, columns=(left + width * across) / image_width)
+
+
+def overlap_mask(first: PatchCentres, second: PatchCentres) -> Tensor:  # -> bool [B, g * g]
+    """Patches of the first view that the second shows too: half a patch around their centre reaches the centres of the
+    second.
+
+    Half a patch is 0.5 / g of the image, however small a part of it the crop is: so the published protocol has it.
+    """
+    reach = 0.5 / first.rows.shape[1]
+    rows, columns = (
+        (mine + reach > others.amin(dim=1, keepdim=True)) & (mine - reach < others.amax(dim=1, keepdim=True))
+        for mine, others in zip(first, second, strict=True)
+    )
+    return (rows[:, :, None] & columns[:, None, :]).flatten(1)
+
+
+def true_matches(first: PatchCentres, second: PatchCentres) -> Tensor:  # -> int64 [B, g * g]
+    """For each patch of the first view the patch of the second whose centre is nearest in the image."""
+    # A squared distance is one over rows plus one over columns, so each axis has its own nearest.
+    rows, columns = (
+        (mine[:, :, None] - others[:, None, :]).abs().argmin(dim=2) for mine, others in zip(first, second, strict=True)
+    )
+    return (rows[:, :, None] * second.columns.shape[1] + columns[:, None, :]).flatten(1)
+
+
+# [B, N, D], [B, M, D] -> int64 [B, N]
+def match_patches(first: Tensor, second: Tensor, *, cosine: bool = False) -> Tensor:
+    """For each patch token of the first images the one of the second with the largest dot product, or cosine where
+    asked for.
+    """
+    num_images_at_once = max(1, _CHUNK_SIMILARITIES // (first.shape[1] * second.shape[1]))
+    matches = []
+    for queries, candidates in zip(
+        torch.split(first, num_images_at_once), torch.split(second, num_images_at_once), strict=True
+    ):
+        if cosine:
+            queries, candidates = normalize(queries, dim=-1), normalize(candidates, dim=-1)
+        matches.append(torch.bmm(queries, candidates.mT).argmax(dim=2))
+    return torch.cat(matches)
+
+
+# numbers of patches, broadcast against each other
+def grid_distance(patches: Tensor, others: Tensor, *, grid: int) -> Tensor:
+    """Chebyshev distance: how many patches apart, along the axis where they are farther."""
+    return torch.maximum((patches // grid - others // grid).abs(), (patches % grid - others % grid).abs())
+
+
+# [B, g * g] each -> [B] float64
+def share_within(matches: Tensor, truth: Tensor, overlap: Tensor, *, grid: int, radius: int) -> Tensor:
+    """Share of the overlapping patches that are matched within `radius` of the truth; NaN for views that do not
+    overlap.
+    """
+    hits = (grid_distance(matches, truth, grid=grid) <= radius) & overlap
+    return hits.sum(dim=1).double() / overlap.sum(dim=1).double()
+
+
+# [B, g * g] each -> [B] float64
+def share_by_chance(truth: Tensor, overlap: Tensor, *, grid: int, radius: int) -> Tensor:
+    """What `share_within` is on average when each match is any patch of the second view with equal probability."""
+    # Along an axis so many patches lie within the radius of the true one; none beyond the border.
+    rows, columns = (
+        (place + radius).clamp_max(grid - 1) - (place - radius).clamp_min(0) + 1
+        for place in (truth // grid, truth % grid)
+    )
+    return torch.where(overlap, (rows * columns).double() / grid**2, 0.0).sum(dim=1) / overlap.sum(dim=1).double()
+
+
+def most_attended(
+    attention: Tensor, *, grid: int, num_points: int, overlap: Tensor | None = None
+) -> list[Tensor]:  # [B, heads, h, w], bool [B, g * g] -> [n] patches of each image
+    """The patches with the most attention, mean over heads, strongest first; of another grid than ours the nearest
+    value counts.
+
+    Where views overlap in fewer patches than are asked for, only those: published figures fill up with patches that
+    have no match.
+    """
+    scores = interpolate(attention, size=(grid, grid), mode="nearest").mean(dim=1).flatten(1)
+    nums = torch.full((len(scores),), grid * grid)
+    if overlap is not None:
+        scores = scores.masked_fill(~overlap, -1.0)  # attention is never negative
+        nums = overlap.sum(dim=1)
+    order = scores.argsort(dim=1, descending=True, stable=True)
+    return [patches[: min(num_points, num)] for patches, num in zip(order, nums.tolist(), strict=True)]
+
+
+def match_picture(
+    first: Tensor, second: Tensor, points: Tensor, matches: Tensor, *, patch: int, zoom: int = 1, gap: int = 0
+) -> Tensor:  # uint8 [H, W, 3] twice, [n], [n] -> uint8 [zoom * H, 2 * zoom * W + gap, 3]
+    """Two pictures side by side, and a red line of one pixel from each of the `points` (patches of the first) to its
+    match.
+
+    Published figures have no `gap`; a white one helps where both pictures are dark.
+    """
+    height, width = zoom * first.shape[0], zoom * first.shape[1]
+    pair = Image.new("RGB", (2 * width + gap, height), (255, 255, 255))
+    for picture, left in ((first, 0), (second, width + gap)):
+        pair.paste(Image.fromarray(picture.cpu().numpy()).resize((width, height), Image.Resampling.BICUBIC), (left, 0))
+    draw, side = ImageDraw.Draw(pair), zoom * patch
+    grid = width // side
+    for point, match in zip(points.tolist(), matches.tolist(), strict=True):
+        (x, y), (match_x, match_y) = (
+            (side * (number % grid + 0.5), side * (number // grid + 0.5)) for number in (point, match)
+        )
+        draw.line((x, y, width + gap + match_x, match_y), fill=(255, 0, 0), width=1)
+    return torch.from_numpy(np.array(pair))

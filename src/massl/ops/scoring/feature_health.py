@@ -1,0 +1,54 @@
+"""Measures of feature health: effective rank, spread, and how evenly prototypes are used."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+
+def effective_rank(features: Tensor) -> float:  # [N, D] -> number in [1, min(N, D)]
+    """exp of the entropy of the normalised singular values (Roy & Vetterli, 2007; RankMe, Garrido et al., 2023).
+
+    Features are not centred: a collapse to one vector then gives 1, however the small remainder is distributed.
+    """
+    singular_values = torch.linalg.svdvals(normalize(features.double(), dim=-1))
+    shares = singular_values / singular_values.sum()
+    shares = shares[shares > 0]
+    return float(torch.exp(-(shares * shares.log()).sum()))
+
+
+def embedding_spread(embeddings: Tensor) -> float:  # [N, D], L2-normalised -> number in [0, 1]
+    """Root of the summed variance of unit embeddings: 0 when all are equal, 1 when their mean is the origin."""
+    return float((1.0 - embeddings.double().mean(dim=0).square().sum()).clamp(min=0.0).sqrt())
+
+
+_MAX_LOGITS = 1 << 26  # held at once: 2**26 float32 = 256 MiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrototypeUse:
+    # mean entropy of the softmaxes, in nats: 0 when each embedding chooses one prototype, ln K when it cannot choose
+    entropy: float
+    # entropy of the mean softmax: 0 when all embeddings choose the same one, ln K when all are used alike
+    entropy_of_mean: float
+    winner_share: float  # prototypes that are the nearest one of some embedding, of those that could be
+
+
+# [N, D], [K, D], [K]
+def prototype_use(embeddings: Tensor, prototypes: Tensor, centre: Tensor, *, temperature: float) -> PrototypeUse:
+    """Statistics of softmax((prototypes . embedding - centre) / temperature) over embeddings."""
+    entropy_sum, share_sum = torch.zeros((), dtype=torch.float64), torch.zeros(len(prototypes), dtype=torch.float64)
+    has_won = torch.zeros(len(prototypes), dtype=torch.bool)
+    for chunk in torch.split(embeddings, max(1, _MAX_LOGITS // len(prototypes))):
+        log_shares = torch.log_softmax((chunk @ prototypes.T - centre) / temperature, dim=-1)
+        shares = log_shares.exp()
+        entropy_sum -= (shares * log_shares).sum(dim=-1).double().sum().cpu()
+        share_sum += shares.sum(dim=0).double().cpu()
+        has_won[log_shares.argmax(dim=-1).cpu()] = True
+    mean_shares = share_sum / len(embeddings)
+    return PrototypeUse(
+        entropy=float(entropy_sum / len(embeddings)),
+        entropy_of_mean=float(-torch.xlogy(mean_shares, mean_shares).sum()),
+        winner_share=float(has_won.sum()) / min(len(embeddings), len(prototypes)),
+    )

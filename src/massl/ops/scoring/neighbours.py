@@ -1,0 +1,76 @@
+"""Nearest neighbours by cosine similarity, and the weighted vote of the field's k-NN protocol."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+
+def cosine_topk(
+    queries: Tensor, database: Tensor, *, num_neighbours: int, chunk_rows: int = 4096
+) -> tuple[Tensor, Tensor]:  # [Q, D], [M, D] -> [Q, k], [Q, k]
+    """Similarities and row numbers of the `num_neighbours` most similar database rows, most similar first."""
+    if not 0 < num_neighbours <= database.shape[0]:
+        raise ValueError(f"asked for {num_neighbours} neighbours among {database.shape[0]} rows")
+    rows = normalize(database.float(), dim=-1).T
+    found = [
+        torch.topk(normalize(chunk.float(), dim=-1) @ rows, num_neighbours, dim=-1)
+        for chunk in torch.split(queries, chunk_rows)
+    ]
+    return torch.cat([top.values for top in found]), torch.cat([top.indices for top in found])
+
+
+def without(
+    similarities: Tensor, indices: Tensor, left_out: Tensor, *, num_neighbours: int
+) -> tuple[Tensor, Tensor]:  # [Q, k + 1], [Q, k + 1], [Q, k + 1] bool -> [Q, k], [Q, k]
+    """The most similar rows but those that are left out, e.g. an image's own; where too few remain, with similarity
+    minus infinity.
+    """
+    similarities, order = similarities.masked_fill(left_out, -torch.inf).sort(dim=1, descending=True, stable=True)
+    return similarities[:, :num_neighbours], indices.gather(1, order)[:, :num_neighbours]
+
+
+def weighted_vote(
+    similarities: Tensor, labels: Tensor, *, num_classes: int, temperature: float
+) -> Tensor:  # [Q, k], [Q, k] -> [Q, num_classes]
+    """Class scores: each neighbour votes for its label with weight exp(similarity / temperature) (Wu et al., 2018)."""
+    # Subtracting the row's largest similarity changes no ranking and keeps exp() small.
+    weights = torch.exp((similarities - similarities[:, :1]) / temperature)
+    return torch.zeros(len(labels), num_classes, device=labels.device).scatter_add_(1, labels, weights)
+
+
+def knn_accuracy(
+    queries: Tensor,
+    query_labels: Tensor,
+    database: Tensor,
+    database_labels: Tensor,
+    *,
+    num_neighbours: int,
+    temperature: float = 0.07,
+) -> float:  # [Q, D], [Q], [M, D], [M] -> percent
+    """Top-1 accuracy, in percent, of the weighted k-NN classifier."""
+    similarities, indices = cosine_topk(queries, database, num_neighbours=min(num_neighbours, len(database)))
+    num_classes = int(torch.maximum(database_labels.max(), query_labels.max())) + 1
+    scores = weighted_vote(similarities, database_labels[indices], num_classes=num_classes, temperature=temperature)
+    return 100.0 * float((scores.argmax(dim=1) == query_labels).double().mean())
+
+
+def knn_accuracy_among_others(
+    queries: Tensor,
+    query_labels: Tensor,
+    database: Tensor,
+    database_labels: Tensor,
+    query_images: Tensor,
+    database_images: Tensor,
+    *,
+    num_neighbours: int,
+    temperature: float,
+) -> float:  # [Q, D], [Q], [M, D], [M], [Q], [M] -> percent
+    """`knn_accuracy` where no image is its own neighbour: the row of the query's own image has no vote, the next takes
+    its place.
+    """
+    similarities, rows = cosine_topk(queries, database, num_neighbours=min(num_neighbours + 1, len(database)))
+    itself = database_images[rows] == query_images[:, None]
+    similarities, rows = without(similarities, rows, itself, num_neighbours=num_neighbours)
+    num_classes = int(torch.maximum(database_labels.max(), query_labels.max())) + 1
+    votes = weighted_vote(similarities, database_labels[rows], num_classes=num_classes, temperature=temperature)
+    return 100.0 * float((votes.argmax(dim=1) == query_labels).double().mean())

@@ -1,0 +1,1 @@
+"""Ablations: their records, trends, figures and documents beside the paper's values."""

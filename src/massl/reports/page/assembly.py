@@ -1,0 +1,78 @@
+"""One self-contained HTML file of sections: nothing in it is fetched from anywhere."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib import metadata
+
+from markupsafe import Markup
+
+from massl.reports.comparison.tables import shared_by
+from massl.reports.page.section import Section
+from massl.reports.page.sections.training import legend_markup, summary_section, training_section
+from massl.reports.page.templates import asset, rendered
+from massl.reports.runs import PageRun
+
+_LONGEST_SOURCE = 120  # characters of data.source in the head; joined sources may be as long as they like
+_SCRIPTS = ("charts.js", "tables.js", "page.js")
+
+
+def report_page(runs: Sequence[PageRun], further: Sequence[Section], *, title: str, created: datetime) -> str:
+    """The page of some runs, which may be none: summary and curves of the runs, then the further sections."""
+    sections, data = list(further), dict[str, object]()
+    if runs:
+        training, data = training_section(runs)
+        sections = [summary_section(runs), training, *further]
+    _refuse_twins(sections)
+    in_full = shared_by([run.curve for run in runs]) if runs else ""
+    subtitle = (
+        in_full.replace(str(runs[0].curve.settings["data.source"]), _short(str(runs[0].curve.settings["data.source"])))
+        if runs
+        else ""
+    )
+    values: dict[str, object] = {
+        "title": title,
+        "subtitle": subtitle,
+        "subtitle_in_full": in_full if in_full != subtitle else "",
+        "created": f"{created:%-d %B %Y, %H:%M} UTC · massl {_version()}",
+        "version": _version(),
+        "styles": _once([asset("page.css"), *(section.style for section in sections)]),
+        "scripts": _once([*map(asset, _SCRIPTS), *(section.script for section in sections)]),
+        "sections": [
+            {"id": section.id, "title": section.title, "markup": Markup(section.html)} for section in sections
+        ],
+        "legend": legend_markup(runs) if any(run.rows for run in runs) else "",
+        "axes": data.get("axes", {}),
+        "chosen_axis": data.get("axis", ""),
+        "data": _embedded(data),
+        "foot": f"Made by massl {_version()}. Nothing on this page is loaded from elsewhere.",
+    }
+    return rendered("page.html.j2", values)
+
+
+def _short(source: str) -> str:
+    return source if len(source) <= _LONGEST_SOURCE else f"{source[:_LONGEST_SOURCE]}…"
+
+
+def _refuse_twins(sections: Sequence[Section]) -> None:
+    ids = [section.id for section in sections]
+    assert len(set(ids)) == len(ids), f"two sections of one id: {', '.join(ids)}"
+
+
+def _once(texts: Sequence[str]) -> list[Markup]:
+    """Each text that is not empty, the first time it comes; a closing tag within a text would end its element."""
+    wanted = dict.fromkeys(text for text in texts if text)
+    assert not any("</script" in text or "</style" in text for text in wanted), "a style or script would end early"
+    return [Markup(text) for text in wanted]
+
+
+def _embedded(data: Mapping[str, object]) -> Markup:
+    """JSON that no label can break out of."""
+    return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
+
+
+def _version() -> str:
+    try:
+        return metadata.version("massl")
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "of a checkout"

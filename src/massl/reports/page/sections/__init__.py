@@ -1,0 +1,1 @@
+"""One file per section of the page. Sections never import each other."""

@@ -1,0 +1,110 @@
+"""An ablation folder as a section: figure, table and what the numbers say."""
+
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from massl.reports.ablation.records import AblationReport, RunOutcome, report_of, table_of
+from massl.reports.ablation.trends import sentences_of
+from massl.reports.page.section import Section
+from massl.reports.page.tables import page_table, table_markup
+from massl.reports.page.templates import rendered
+from massl.reports.runs import PageError
+
+FILE = "ablation.json"
+# Colours of ablation_plots.py and what they are on the page, where they follow light and dark.
+_THEME = {
+    "#282828": "var(--ink)",
+    "#969696": "var(--faint)",
+    "#0072b2": "var(--run-0)",
+    "#d55e00": "var(--run-1)",
+    "#ffffff": "var(--card)",
+    "#b0b0b0": "var(--faint)",
+    "#000000": "var(--ink)",
+}
+
+
+def ablation_files(folder: Path) -> list[Path]:
+    """Those of one ablation, or of the several below one --output; none where the folder is no ablation's."""
+    own = folder / FILE
+    return [own] if own.is_file() else sorted(folder.glob(f"*/{FILE}"))
+
+
+def ablations_section(files: Sequence[Path]) -> Section:
+    """All ablations, one after another."""
+    parts = []
+    for number, file in enumerate(files):
+        plain = _plain(file)
+        try:
+            report = read_ablation(plain)
+            parts.append(_part(report, plain, number))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PageError(
+                f"{file} is not what massl ablate writes ({type(error).__name__}: {error}); run the ablation again"
+            ) from None
+    return Section(id="ablations", title="Ablations", html=rendered("ablations.html.j2", {"parts": parts}))
+
+
+def read_ablation(plain: Mapping[str, Any]) -> AblationReport:
+    """The report that ablation.json was written from."""
+    outcomes = [_outcome(run) for point in plain["points"] for run in point["runs"]]
+    chance = plain["chance"]
+    num_classes = None if chance is None else round(100.0 / chance)
+    return report_of(
+        plain["kind"], outcomes, default=plain["default"], measured=plain["measured"], num_classes=num_classes
+    )
+
+
+def _plain(file: Path) -> dict[str, Any]:
+    try:
+        plain = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise PageError(f"{file} is not valid JSON: {error}; the same massl ablate writes it again") from None
+    if not isinstance(plain, dict):
+        raise PageError(f"{file} is not what massl ablate writes; run the ablation again")
+    return plain
+
+
+def _outcome(run: Mapping[str, Any]) -> RunOutcome:
+    own = {key: value for key, value in run.items() if key != "accuracy"}  # which follows from the others
+    own["collapse_signs"] = tuple(own["collapse_signs"])
+    if own["evaluated"] is not None:
+        own["evaluated"] = {int(neighbours): accuracy for neighbours, accuracy in own["evaluated"].items()}
+    return RunOutcome(**own)
+
+
+def _part(report: AblationReport, plain: Mapping[str, Any], number: int) -> dict[str, object]:
+    return {
+        "title": report.ablation.title,
+        "ours": plain["ours"],
+        "command": plain["command"],
+        "figure": _figure(report, str(plain["ours"]), prefix=f"ablation-{number}-"),
+        "table": table_markup(page_table(table_of(report), words=("blocks", "state"))),
+        "sentences": sentences_of(report),
+        "cautions": plain["cautions"],
+    }
+
+
+def _figure(report: AblationReport, ours: str, *, prefix: str) -> Markup:
+    """The figure of massl ablate as SVG within the page: its colours those of the page, its ids its own."""
+    import matplotlib  # 0.7 s that no page without ablations should wait for
+
+    from massl.reports.ablation.plots import ablation_figure
+
+    written = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "massl", "svg.fonttype": "path"}):
+        ablation_figure(report, ours=ours).savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    svg = written.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg)
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda found: _THEME.get(found.group(), found.group()), svg)
+    svg = svg.replace(
+        "<svg ", f'<svg role="img" aria-label="{report.ablation.title}: k-NN accuracy, ours and the paper\'s" ', 1
+    )
+    return Markup(svg)

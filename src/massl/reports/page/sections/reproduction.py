@@ -1,0 +1,100 @@
+"""How each run was made: machine and versions, recipe, in what that is not the packaged one, and the commands to make
+it again.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from massl.reports.page.section import Section
+from massl.reports.page.tables import Cell, Line, PageTable, table_markup
+from massl.reports.page.templates import rendered
+from massl.reports.runs import PageRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackagedRecipe:
+    """A recipe that comes with massl, to hold a run's against."""
+
+    name: str
+    is_named: bool  # whether the run's command names it; otherwise it is the nearest
+    changes: Mapping[str, tuple[Any, Any]]  # dotted key -> its value and the run's, where they differ
+
+
+def changes_between(packaged: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> the packaged value and the run's; a recipe without the key has None."""
+    keys = dict.fromkeys([*packaged, *own])
+    return {key: (packaged.get(key), own.get(key)) for key in keys if packaged.get(key) != own.get(key)}
+
+
+def reproduction_section(runs: Sequence[PageRun], packaged: Mapping[str, PackagedRecipe], *, command: str) -> Section:
+    """`packaged`: label of a run -> the recipe of massl to hold it against; `command` makes the page again."""
+    parts = [
+        {
+            "label": run.label,
+            "facts": _facts(run),
+            "commands": commands_of(run),
+            "recipe": run.recipe,
+            "packaged": packaged.get(run.label),
+            "differences": _differences(packaged.get(run.label)),
+        }
+        for run in runs
+    ]
+    values = {"parts": parts, "command": command, "names_runs": len(runs) > 1}
+    return Section(id="reproduction", title="Reproduction", html=rendered("reproduction.html.j2", values))
+
+
+def commands_of(run: PageRun) -> list[tuple[str, str]]:
+    """What a command is, and the command: as it was given, and one that needs the run's folder alone."""
+    environment = run.curve.environment
+    launcher = ["massl"]
+    if run.curve.num_processes > 1:
+        launcher = ["torchrun", "--nproc-per-node", str(run.curve.num_processes), "-m", "massl"]
+    folder = run.curve.folder
+    again = [*launcher, "pretrain", "--recipe", str(folder / "recipe.yaml"), "--output", f"{folder}-again"]
+    found = [("The same recipe into a new folder", shlex.join(again))]
+    given = environment.get("command")
+    if isinstance(given, list) and given:
+        program, *arguments = map(str, given)
+        name = PurePath(program).name
+        words = [*launcher, *arguments] if name in ("massl", "__main__.py") else ["python", name, *arguments]
+        found.insert(0, ("As it was started", shlex.join(words)))
+    return found
+
+
+def _facts(run: PageRun) -> list[tuple[str, str]]:
+    """What environment.json says, in words."""
+    environment = run.curve.environment
+    packages = environment.get("packages")
+    versions = packages.items() if isinstance(packages, Mapping) else ()
+    facts = {
+        "Device": f"{run.curve.num_processes} × {run.curve.device}",
+        "CUDA": environment.get("cuda"),
+        "CPU threads": environment.get("num_cpu_threads"),
+        "Platform": environment.get("platform"),
+        "Python": environment.get("python"),
+        "Packages": ", ".join(f"{name} {version}" for name, version in versions if version),
+        "Commit of massl": environment.get("massl_commit"),
+        "Images": run.curve.settings["data.source"],
+        "Folder": str(run.curve.folder),
+    }
+    return [(what, str(value)) for what, value in facts.items() if value not in (None, "")]
+
+
+def _differences(packaged: PackagedRecipe | None) -> str:
+    """A table of what was changed; empty where nothing was."""
+    if packaged is None or not packaged.changes:
+        return ""
+    lines = [
+        Line(cells=(Cell(text=key), Cell(text=_value_text(theirs)), Cell(text=_value_text(ours))))
+        for key, (theirs, ours) in packaged.changes.items()
+    ]
+    return table_markup(PageTable(columns=("setting", packaged.name, "this run"), lines=tuple(lines)))
+
+
+def _value_text(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return "empty" if value == "" else str(value)

@@ -1,0 +1,98 @@
+"""Features in the plane: where each image lies, and in which colour and shape its class is drawn."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from massl.config import MasslError
+
+Rows = NDArray[np.float32]
+Positions = NDArray[np.int64]
+
+FEWEST_IMAGES = 10  # below that there is nothing to see on a map
+WIDTH = 1000  # units of the drawing from left to right
+MAX_CLASSES = 12  # with a colour of their own; of more, the most frequent 11 and one grey for the others
+_LOWEST = 300  # units of the drawing from top to bottom at least
+_MARGIN = 20  # units of the drawing around the outermost dots
+_PRINCIPAL_COMPONENTS = 50  # kept before t-SNE, as van der Maaten and Hinton (2008) advise
+_PERPLEXITY = 30.0  # neighbours that t-SNE keeps together; a third of the images where they are few
+
+
+class MapError(MasslError, ValueError):
+    """The features cannot be drawn as a map; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapGroup:
+    """Dots that look alike and are shown or hidden together."""
+
+    name: str
+    style: int | None  # number of its colour and shape; None: the grey of all further classes
+    images: tuple[int, ...]  # numbers of its images
+
+
+def plane_positions(rows: Rows) -> Positions:  # [N, D] -> [N, 2] to the right and downwards
+    """t-SNE of the directions of the features; the same features give the same map."""
+    from sklearn.decomposition import PCA  # here: scikit-learn takes a second to load
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # scikit-learn brings it
+
+    if len(rows) < FEWEST_IMAGES:
+        raise MapError(f"a map needs at least {FEWEST_IMAGES} images, and there are {len(rows)}")
+    directions = rows.astype(np.float64)
+    directions /= np.maximum(np.linalg.norm(directions, axis=1, keepdims=True), 1e-12)
+    if float(directions.std(axis=0).max()) < 1e-6:
+        raise MapError("all images have the same features: the model tells nothing apart, so there is no map to draw")
+    # One thread: several add up the repulsion of the dots in an order of their own each time, and t-SNE blows the
+    # rounding up.
+    with threadpool_limits(limits=1):
+        components = PCA(min(_PRINCIPAL_COMPONENTS, *rows.shape), svd_solver="full").fit_transform(directions)
+        start = components[:, :2] / components[:, 0].std() * 1e-4
+        tsne = TSNE(perplexity=min(_PERPLEXITY, (len(rows) - 1) / 3), init=start, random_state=0)
+        return _scaled(tsne.fit_transform(components))
+
+
+def _scaled(points: NDArray[np.float64]) -> Positions:  # [N, 2] -> [N, 2]
+    """Whole units, turned so that the map is widest from left to right, distances kept in proportion."""
+    centred = points - points.mean(axis=0)
+    axes = np.linalg.svd(centred, full_matrices=False)[2]
+    # an axis and its opposite are one to the decomposition
+    axes *= np.sign(axes[np.arange(2), np.abs(axes).argmax(axis=1)])[:, None]
+    turned = centred @ axes.T
+    low, high = turned.min(axis=0), turned.max(axis=0)
+    scale = (WIDTH - 2 * _MARGIN) / max(float((high - low).max()), 1e-12)
+    middle = (high - low) * scale / 2 + _MARGIN
+    units: Positions = np.rint(
+        (turned - (low + high) / 2) * scale + np.maximum(middle, (WIDTH / 2, _LOWEST / 2))
+    ).astype(np.int64)
+    return units
+
+
+def height_of(positions: Positions) -> int:  # [N, 2]
+    """Units of the drawing from top to bottom."""
+    return max(_LOWEST, int(positions[:, 1].max()) + _MARGIN)
+
+
+def class_groups(labels: Sequence[int], class_names: tuple[str, ...] | None) -> list[MapGroup]:
+    """Images by class; those of the rarer of many classes together. Without class names all are one group."""
+    if class_names is None:
+        return [MapGroup(name="images", style=0, images=tuple(range(len(labels))))]
+    counts = Counter(labels)
+    num_own = MAX_CLASSES if len(counts) <= MAX_CLASSES else MAX_CLASSES - 1
+    frequent = sorted(sorted(counts), key=lambda label: -counts[label])[:num_own]
+    groups = [
+        MapGroup(
+            name=class_names[label],
+            style=style,
+            images=tuple(number for number, own in enumerate(labels) if own == label),
+        )
+        for style, label in enumerate(sorted(frequent))
+    ]
+    others = tuple(number for number, own in enumerate(labels) if own not in frequent)
+    if others:
+        # drawn below the rest
+        groups.insert(0, MapGroup(name=f"{len(counts) - len(frequent)} other classes", style=None, images=others))
+    return groups

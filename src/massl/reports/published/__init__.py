@@ -1,0 +1,1 @@
+"""Numbers others have published: the paper's tables and peers' public tables, as TOML and as validated objects."""

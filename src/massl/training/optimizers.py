@@ -1,0 +1,232 @@
+"""Optimizers: AdamW and SGD with per-tensor gradient clipping and portable state."""
+
+from collections.abc import Iterable
+from copy import deepcopy
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from massl.config import Settings
+from massl.methods.base import StepHyper
+from massl.ops.tensor_lists import fit_update_kernels
+
+
+class PortableState(Optimizer):
+    """An optimiser whose state is saved without what belongs to this device and this step."""
+
+    def portable_state(self) -> dict[str, Any]:
+        """`state_dict` without what belongs to this device and this step."""
+        state = self.state_dict()
+        own = ("lr", "capturable")
+        groups = [{key: value for key, value in group.items() if key not in own} for group in state["param_groups"]]
+        return {"state": state["state"], "param_groups": groups}
+
+    def load_portable_state(self, state: dict[str, Any]) -> None:
+        present = self.state_dict()["param_groups"]
+        groups = [{**now, **saved} for now, saved in zip(present, state["param_groups"], strict=True)]
+        # A copy: torch keeps the very tensors it is given, and each step would then change them for whoever else holds
+        # them.
+        self.load_state_dict({"state": deepcopy(state["state"]), "param_groups": groups})
+
+
+@torch.no_grad()
+def clip_each_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """Scale each gradient tensor to at most `max_norm` by its own L2 norm, as the authors' code does; no host
+    synchronisation.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients or max_norm == 0.0:
+        return
+    norms = torch.stack(torch._foreach_norm(gradients))
+    factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, list(factors.unbind()))
+
+
+class DecayedSGD(PortableState, SGD):
+    """SGD with momentum (torch's: the decay joins the gradient before the running sum) on gradients clipped tensor by
+    tensor.
+
+    Learning rate and decay may be tensors, so that a CUDA graph reads them anew at each step. `set_hyper` must be
+    called before each step.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float, clip_norm: float) -> None:
+        super().__init__(groups, lr=0.0, momentum=momentum)
+        self._clip_norm = clip_norm
+
+    def set_hyper(self, hyper: StepHyper) -> None:
+        self._hyper = hyper
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            clip_each_gradient(group["params"], self._clip_norm)
+            gradients: list[Tensor] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            device = parameters[0].device
+            if group["decays"]:
+                torch._foreach_add_(
+                    gradients, list(torch._foreach_mul(parameters, _scalar(self._hyper.weight_decay, device)))
+                )
+            sums = [self._running_sum(parameter) for parameter in parameters]
+            torch._foreach_mul_(sums, group["momentum"])
+            torch._foreach_add_(sums, gradients)
+            torch._foreach_sub_(parameters, list(torch._foreach_mul(sums, _scalar(self._hyper.learning_rate, device))))
+
+    def _running_sum(self, parameter: Tensor) -> Tensor:
+        state: dict[str, Tensor] = self.state[parameter]
+        if "momentum_buffer" not in state:
+            # torch's first sum, the gradient itself, comes out of it too
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        return state["momentum_buffer"]
+
+
+def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float32, device=device)
+
+
+_TOKENS = ("cls_token", "pos_embed", "reg_token", "mask_token")
+
+
+class OptimizerSettings(Settings):
+    name: Literal["adamw", "sgd"] = Field(
+        default="adamw", description="adamw, or sgd with momentum, as ResNets are often trained"
+    )
+    learning_rate: float = Field(
+        default=5e-4,
+        gt=0.0,
+        description="peak learning rate for a batch of 256; scaled linearly with trainer.batch_size",
+    )
+    min_learning_rate: float = Field(default=1e-6, ge=0.0, description="where the cosine ends; not scaled")
+    warmup_epochs: float = Field(default=0.0, ge=0.0, description="epochs of linear warm-up from 0")
+    weight_decay: float = Field(
+        default=0.04, ge=0.0, description="at the first step; follows a cosine to weight_decay_end"
+    )
+    weight_decay_end: float = Field(default=0.4, ge=0.0, description="weight decay at the last step")
+    decayed: Literal["matrices", "layers", "all"] = Field(
+        default="matrices",
+        description="what decays. matrices: all but biases and norms; layers: neither class token nor position embedding; all: everything",
+    )
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
+        default=(0.9, 0.999), description="AdamW's running-average coefficients"
+    )
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="SGD's momentum")
+    clip_norm: float = Field(
+        default=3.0, ge=0.0, description="largest gradient norm of each tensor on its own; 0 switches clipping off"
+    )
+
+    @model_validator(mode="after")
+    def _settings_of_one_optimiser(self) -> Self:
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        foreign = "momentum" if self.name == "adamw" else "betas"
+        if getattr(self, foreign) != defaults[foreign]:
+            raise ValueError(f"{foreign} has no meaning for {self.name}; leave it out")
+        return self
+
+    def peak_learning_rate(self, batch_size: int) -> float:
+        return self.learning_rate * batch_size / 256.0
+
+
+class DecayedAdamW(PortableState, AdamW):
+    """AdamW (Loshchilov and Hutter, 2019) on gradients clipped tensor by tensor; its decay is a step of its own.
+
+    Inside torch's fused step the decay is a plain number, which a CUDA graph would keep for ever; as a factor on the
+    weights it may be a tensor. On a GPU clip, decay and update are one kernel, and the gradients keep their length. The
+    state is torch's in either case, so a checkpoint of one continues on the other. `set_hyper` must be called before
+    each step.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, betas: tuple[float, float], clip_norm: float, capturable: bool
+    ) -> None:
+        super().__init__(groups, lr=0.0, betas=betas, eps=1e-8, weight_decay=0.0, fused=True, capturable=capturable)
+        self._clip_norm = clip_norm
+
+    def set_hyper(self, hyper: StepHyper) -> None:
+        self._hyper = hyper
+        for group in self.param_groups:
+            group["lr"] = hyper.learning_rate
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        parameters = [
+            parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
+        ]
+        gradients = [parameter.grad for parameter in parameters]
+        averages = [
+            self.state[parameter][name]
+            for parameter in parameters
+            if self.state[parameter]
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
+        if fit_update_kernels([*parameters, *gradients, *averages]):
+            self._step_by_kernel(parameters, gradients)
+            return
+        clip_each_gradient(parameters, self._clip_norm)
+        shrink = 1.0 - self._hyper.learning_rate * self._hyper.weight_decay
+        for group in self.param_groups:
+            decayed = [parameter for parameter in group["params"] if parameter.grad is not None and group["decays"]]
+            if decayed:
+                torch._foreach_mul_(decayed, shrink.float() if isinstance(shrink, Tensor) else shrink)
+        super().step(closure)
+
+    def _step_by_kernel(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        from massl.ops.kernels.update import clipped_adamw_  # needs Triton, which only platforms with CUDA have
+
+        states = [self._state_of(parameter) for parameter in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1.0)
+        group = self.param_groups[0]  # what is read from it is the same for all
+        clipped_adamw_(
+            parameters,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            steps,
+            torch.stack(torch._foreach_norm(gradients)) if self._clip_norm > 0.0 else None,
+            [
+                group["decays"]
+                for group in self.param_groups
+                for parameter in group["params"]
+                if parameter.grad is not None
+            ],
+            learning_rate=self._hyper.learning_rate,
+            weight_decay=self._hyper.weight_decay,
+            betas=group["betas"],
+            epsilon=group["eps"],
+            max_norm=self._clip_norm,
+        )
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """As torch makes it at the first step."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        return state
+
+
+def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> DecayedAdamW | DecayedSGD:
+    """The optimiser over what is trained, in two groups: with weight decay and without."""
+    decayed: list[nn.Parameter] = []
+    not_decayed: list[nn.Parameter] = []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            (decayed if _decays(name, parameter, settings.decayed) else not_decayed).append(parameter)
+    groups = [{"params": decayed, "decays": True}, {"params": not_decayed, "decays": False}]
+    if settings.name == "sgd":
+        return DecayedSGD(groups, momentum=settings.momentum, clip_norm=settings.clip_norm)
+    on_gpu = any(parameter.is_cuda for parameter in decayed)
+    return DecayedAdamW(groups, betas=settings.betas, clip_norm=settings.clip_norm, capturable=on_gpu)
+
+
+def _decays(name: str, parameter: nn.Parameter, decayed: str) -> bool:
+    if decayed == "all":
+        return True
+    is_matrix = parameter.dim() > 1 and not name.endswith(".bias")
+    return is_matrix and not (decayed == "layers" and name.rpartition(".")[2] in _TOKENS)

@@ -1,0 +1,293 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from massl import keyed_random
+from massl.data.loading.cache import ImageCache
+from massl.data.loading.loader import ImageBatch, Loader
+from massl.data.loading.worker_main import Arena
+from massl.data.order import EpochOrder
+from massl.data.sources import open_source
+from massl.data.sources.array import ArraySource
+from massl.data.sources.base import DataError, EncodedImage, ImageSource
+
+NUM_IMAGES, BATCH_SIZE = 44, 20
+BROKEN, VANISHED = 5, 30
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """JPEGs and PNGs of different sizes in two classes, one of them large and one broken."""
+    root = tmp_path_factory.mktemp("photographs")
+    for index in range(NUM_IMAGES):
+        height, width = (700, 900) if index == 17 else (20 + 7 * index % 31, 25 + 5 * index % 23)
+        picture = Image.fromarray(np.random.default_rng(index).integers(0, 256, (height, width, 3), dtype=np.uint8))
+        path = root / ("cats" if index < 20 else "dogs") / f"{index:02d}.{'jpg' if index % 2 else 'png'}"
+        path.parent.mkdir(exist_ok=True)
+        picture.save(path)
+        if index == BROKEN:
+            path.write_bytes(path.read_bytes()[:100])
+    return root
+
+
+@contextmanager
+def loading(
+    source: ImageSource,
+    *,
+    num_workers: int,
+    worker_kind: str = "processes",
+    cache: ImageCache | None = None,
+    skipped: list[str] | None = None,
+) -> Iterator[Loader]:
+    loader = Loader(
+        source,
+        order_at=EpochOrder(len(source), min(BATCH_SIZE, len(source)), seed=1).at,
+        seed=5,
+        num_workers=num_workers,
+        worker_kind="processes" if worker_kind == "processes" else "threads",
+        max_side=800,
+        cache=cache,
+        on_skip=print if skipped is None else skipped.append,
+    )
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def content(batch: ImageBatch) -> list[bytes]:
+    tensors = (batch.images.pixels, batch.images.offsets, batch.images.sizes, batch.indices, batch.labels)
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+def worker_pids(loader: Loader) -> list[int]:
+    assert loader._processes is not None
+    return [worker.process.pid for worker in loader._processes._workers]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def sockets_and_shared_memory() -> list[str]:
+    """What this process holds of them, and what lies in /dev/shm."""
+    links = []
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            links.append(str(file.readlink()))
+    return sorted(link for link in links if link.startswith(("socket:", "/memfd:massl"))) + shared_memory_files()
+
+
+def shared_memory_files() -> list[str]:
+    return sorted(path.name for path in Path("/dev/shm").iterdir())
+
+
+def test_batches_equal_those_of_threads_and_closing_leaves_nothing(photographs: Path) -> None:
+    batches: list[list[list[bytes]]] = []
+    skipped: list[list[str]] = []
+    before = sockets_and_shared_memory()
+    for num_workers, worker_kind in ((0, "threads"), (2, "threads"), (2, "processes")):
+        source = open_source(photographs)
+        (photographs / "dogs" / f"{VANISHED}.png").unlink(missing_ok=True)  # after the folder was listed
+        skipped.append([])
+        with loading(source, num_workers=num_workers, worker_kind=worker_kind, skipped=skipped[-1]) as loader:
+            batches.append([content(loader.at(step)) for step in (0, 1, 2, 3, 1, 6)])
+            pids = worker_pids(loader) if worker_kind == "processes" else []
+            begin = time.monotonic()
+        assert time.monotonic() - begin < 2  # with steps 7 and 8 under way
+        Image.new("RGB", (9, 9)).save(photographs / "dogs" / f"{VANISHED}.png")
+    assert batches[1] == batches[0]
+    assert batches[2] == batches[0]
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
+    assert [sorted(messages) for messages in skipped[1:]] == [sorted(skipped[0])] * 2
+    assert len(skipped[0]) == 2
+    assert f"dogs/{VANISHED}.png: No such file or directory" in skipped[0]
+    assert sockets_and_shared_memory() == before
+
+
+def test_workers_start_when_first_needed_and_are_spared_what_the_cache_holds(photographs: Path) -> None:
+    source, cache = open_source(photographs), ImageCache(max_gib=1)
+    with loading(source, num_workers=0) as loader:
+        expected = [content(loader.at(step)) for step in range(8)]
+    with loading(source, num_workers=1, cache=cache) as loader:
+        assert worker_pids(loader) == []
+        assert [content(loader.at(step)) for step in range(8)] == expected
+        assert loader._processes is not None
+        replaced = int(keyed_random.integers(5, "replacement", BROKEN, 0, upper=NUM_IMAGES))
+        assert cache.get(source.name, BROKEN) is None
+        assert cache.get(source.name, replaced) is not None
+        num_tasks = loader._processes._num_tasks
+        # the cached pixels are no views of memory used again
+        assert [content(loader.at(step)) for step in range(8)] == expected
+        # of the broken image alone, in some of 8 steps and 3 read ahead
+        assert loader._processes._num_tasks - num_tasks <= 11
+
+
+SOURCE_THAT_FAILS = """
+    from pathlib import Path
+    from massl.data.sources.base import EncodedImage
+
+    class Faulty:
+        name, pixels, class_names = "faulty", None, None
+        def __init__(self, image): self.image = image
+        def __len__(self): return 20
+        def label_of(self, index): return None
+        def key_of(self, index): return str(index)
+        def read(self, index):
+            if index == 7 and not Path(self.image).with_suffix(".mended").exists():
+                raise RuntimeError(f"fault at {index}")
+            return EncodedImage(data=Path(self.image).read_bytes(), label=None, key="")
+"""
+
+
+def test_an_error_in_a_worker_reaches_the_caller_and_so_does_a_workers_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (3, 2)).save(tmp_path / "image.png")
+    (tmp_path / "source_that_fails.py").write_text(textwrap.dedent(SOURCE_THAT_FAILS))
+    monkeypatch.syspath_prepend(tmp_path)  # of this process: the workers look for modules where it does
+    import source_that_fails  # type: ignore[import-not-found]
+
+    with loading(source_that_fails.Faulty(str(tmp_path / "image.png")), num_workers=2) as loader:
+        with pytest.raises(RuntimeError, match="fault at 7") as raised:
+            loader.at(0)
+        assert "source_that_fails.py" in "".join(raised.value.__notes__)  # where in the worker
+        (tmp_path / "image.mended").touch()
+        for pid in worker_pids(loader):
+            # a scheduler sends it to all; the training process may want to finish its step
+            os.kill(pid, signal.SIGTERM)
+        assert len(loader.at(10).labels) == 20
+        os.kill(worker_pids(loader)[0], signal.SIGKILL)
+        with pytest.raises(DataError, match=r"a worker process died \(signal 9.*lower data.num_workers"):
+            all(loader.at(step) for step in range(20, 1000))
+        with pytest.raises(DataError, match="signal 9"):
+            loader.at(2000)
+
+
+def test_a_source_that_cannot_be_sent_is_refused_with_advice(
+    photographs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Local:
+        name, pixels, class_names = "local", None, None
+
+        def __len__(self) -> int:
+            return 4
+
+        def read(self, index: int) -> EncodedImage:
+            raise AssertionError
+
+        def label_of(self, index: int) -> int | None:
+            return None
+
+        def key_of(self, index: int) -> str:
+            return ""
+
+    with (
+        loading(Local(), num_workers=1) as loader,
+        pytest.raises(DataError, match=r"local cannot be sent.*worker_kind threads"),
+    ):
+        loader.at(0)
+    module = ModuleType("only_here")
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    Local.__module__, Local.__qualname__, module.Local = "only_here", "Local", Local  # type: ignore[attr-defined]
+    with (
+        loading(Local(), num_workers=1) as loader,
+        pytest.raises(DataError, match=r"cannot open local .*only_here.*worker_kind threads"),
+    ):
+        loader.at(0)
+
+
+# As a user writes it, without `if __name__ == "__main__"`. The package is replaced by an empty one, which saves three
+# seconds of imports.
+SCRIPT = """
+    import signal, sys, time, types
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    print("script runs", flush=True)
+    massl = types.ModuleType("massl")
+    massl.__path__ = [sys.argv[1]]
+    sys.modules["massl"] = massl
+    import torch
+    from massl.data.loading.loader import Loader
+    from massl.data.sources import open_source
+    loader = Loader(open_source(sys.argv[2]), order_at=lambda step: torch.arange(9, 29), seed=0, num_workers=2, worker_kind="processes",
+                    max_side=999, on_skip=print)
+    loader.at(0)
+    try:
+        print(*(worker.process.pid for worker in loader._processes._workers), flush=True)
+        time.sleep(60)
+        sys.exit("not interrupted")
+    except KeyboardInterrupt:
+        loader.at(1)
+        print("interrupted", flush=True)
+    for step in range(10**9):
+        loader.at(step)
+"""
+
+
+def test_a_plain_script_is_run_once_and_no_worker_outlives_it(photographs: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    package = Path(keyed_random.__file__).parent
+    shared_memory = shared_memory_files()
+    process = subprocess.Popen(
+        [sys.executable, script, package, photographs],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "script runs\n"
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+        assert process.stdout.readline() == "interrupted\n"
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 10
+        while any(map(is_running, pids)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not any(map(is_running, pids))
+        assert process.stdout.read() == ""
+        assert process.stderr.read() == ""
+    assert shared_memory_files() == shared_memory
+
+
+def test_images_held_as_an_array_need_no_processes() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 5, 4, 3), dtype=np.uint8)
+    source = ArraySource(name="array", pixels=pixels, labels=None, class_names=None, key_prefix="x")
+    with loading(source, num_workers=2) as loader:
+        assert torch.equal(loader.at(0).images.sizes, torch.tensor([[5, 4]]).repeat(9, 1))
+        assert loader._processes is None
+
+
+def test_a_block_is_used_again_only_after_it_was_given_back() -> None:
+    file = os.memfd_create("test")
+    arena = Arena(file)
+    first, second, large = arena.take(70_000), arena.take(100_000), arena.take(10_000_000)
+    assert len({first, second, large}) == 3
+    assert second >= first + 70_000
+    assert large >= second + 100_000
+    assert len(arena.memory) >= large + 10_000_000
+    assert arena.take(100_000) not in (first, second, large)
+    arena.give_back(second)
+    assert arena.take(90_000) == second
+    os.close(file)
