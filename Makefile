@@ -1,12 +1,19 @@
-# make demo   pre-train on bundled images on the CPU and show that it learns, on a page to open in a browser
-# make test   lint, types, architecture, tests
-# make docs   the documentation site, into site/ (open site/index.html)
+# make demo        pre-train on bundled images on the CPU and show that it learns, on a page to open in a browser
+# make test        lint, types, architecture and all quick tests: below five minutes on two cores
+# make test-slow   the long tests: learning runs, ten kills, whole suite, documentation site, browser, benchmarks
+# make test-gpu    the tests that need a GPU, by the Python given: make test-gpu PYTHON=python3 (installs nothing)
+# make lint        ruff and mypy
+# make format      let ruff rewrite what it can
+# make docs        the documentation site, into site/ (open site/index.html)
+# make clean-demo  delete what `make demo` wrote
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# A file stays with one worker, so that its fixtures are made once; folders in their order: the longest tests come first.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint format clean-demo docs
+.PHONY: demo test test-slow test-gpu lint format clean-demo docs
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,7 +37,13 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow and not gpu"
+
+test-slow: $(STAMP)
+	$(PYTEST) -m "slow and not gpu"
+
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -p no:xdist -m gpu
 
 docs: $(STAMP)
 	$(BIN)/python -m mkdocs build --strict

@@ -1,16 +1,37 @@
 import os
 
 import hypothesis
+import pytest
 import torch
 
-# Before anything imports Triton (torchvision does): its kernels then run on the CPU, as Python, where there is no GPU
-# to run them.
-if not torch.cuda.is_available():
+HAS_GPU = torch.cuda.is_available()
+# Before anything imports Triton (torchvision does): without a GPU its kernels run on the CPU, as Python.
+if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The tensors of these tests are tiny: more threads only wait for each other (a suite of 60 s on two busy cores instead
-# of 7 s).
+# The tensors here are tiny: more threads only wait for each other (a suite of 60 s on two busy cores instead of 7 s), and
+# pytest-xdist keeps every core busy already. The environment is for its workers and for processes that tests start.
 torch.set_num_threads(1)
-# No deadline: how long an example takes says how busy the machine is, not whether the code is right.
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[name] = "1"
+# No deadline: how long an example takes depends on how busy the machine is, not on whether the code is right.
 hypothesis.settings.register_profile("massl", deadline=None)
 hypothesis.settings.load_profile("massl")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the `kernel` tests that need a GPU with `gpu`, and skip `gpu` tests where there is none.
+
+    The interpreter is thousands of times slower than a GPU: without one, only the first parameter set of each kernel
+    test is run.
+    """
+    seen: set[str] = set()
+    for item in items:
+        if item.get_closest_marker("kernel"):
+            function = item.nodeid.partition("[")[0]
+            if HAS_GPU or function in seen:
+                item.add_marker("gpu")
+            seen.add(function)
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
