@@ -234,10 +234,9 @@ def _render_by_kernels(
     images: image_ops.RaggedImages, groups: _Groups, settings: ViewSettings, dtype: torch.dtype
 ) -> list[Tensor]:
     """The same on a GPU: one copy to the device and three launches for each group, where `_render` needs some 2,000."""
-    from massl.ops.kernels import photometric as look_kernels  # here: Triton comes with PyTorch for GPUs only
-    from massl.ops.kernels import resample as view_kernels
+    from massl.ops.kernels import photometric, resample  # imported here: needs Triton, which only GPU builds have
 
-    blur_by_kernel = look_kernels.can_blur(settings.blur_sigma[1])
+    blur_by_kernel = photometric.can_blur(settings.blur_sigma[1])
     tables = []
     for size, drawn in groups:
         sigmas = (
@@ -245,7 +244,7 @@ def _render_by_kernels(
             if blur_by_kernel
             else torch.zeros_like(drawn.blur_sigmas)
         )
-        looks = view_kernels.pack_looks(
+        parameters = resample.pack_photometric(
             drawn.jitter_factors.view(-1, 4),
             drawn.jitter_order.view(-1, 4),
             jittered=drawn.jittered.view(-1),
@@ -255,17 +254,17 @@ def _render_by_kernels(
         )
         sources = torch.arange(len(images)).repeat(len(drawn.boxes))
         tables.append(
-            view_kernels.pack_jobs(
-                images, sources, *image_ops.crop_axes(drawn.boxes, size=size, flip=drawn.flipped), looks
+            resample.pack_jobs(
+                images, sources, *image_ops.crop_axes(drawn.boxes, size=size, flip=drawn.flipped), parameters
             )
         )
     jobs = image_ops.to_device(torch.cat(tables), images.pixels.device)
     finished = []
     for (size, drawn), group_jobs in zip(groups, torch.split(jobs, [len(table) for table in tables]), strict=True):
-        views = view_kernels.resample(images.pixels, group_jobs, size=size)
-        look_kernels.colour_in_place(views, group_jobs)
+        views = resample.resample(images.pixels, group_jobs, size=size)
+        photometric.colour_in_place(views, group_jobs)
         if not blur_by_kernel:
             image_ops.update_rows(views, drawn.blurred.view(-1), image_ops.gaussian_blur, drawn.blur_sigmas.view(-1))
-        views = look_kernels.finish(views, group_jobs, mean=settings.mean, std=settings.std, dtype=dtype)
+        views = photometric.finish(views, group_jobs, mean=settings.mean, std=settings.std, dtype=dtype)
         finished.append(views.view(*drawn.flipped.shape, 3, size, size))
     return finished

@@ -93,11 +93,11 @@ class PatchDecoder(nn.Module):
             operands_of,
             weights_of,
         )
-        from massl.ops.kernels.attention import Run
+        from massl.ops.kernels.attention import SequenceGroup
         from massl.ops.kernels.fused_block import Stream, settle, transformer_block
 
         blocks: list[PlainBlock] = list(self.blocks)
-        runs = [Run(*tokens.shape[:2])]
+        groups = [SequenceGroup(*tokens.shape[:2])]
         stream = Stream(tokens.flatten(0, 1).to(stream_dtype))
         for block, operands in zip(blocks, operands_of(blocks, dtype), strict=True):
             stream = transformer_block(
@@ -106,7 +106,7 @@ class PatchDecoder(nn.Module):
                 operands,
                 attention_scale=None,
                 branch_scale=None,
-                runs=runs,
+                groups=groups,
                 num_heads=block.attn.num_heads,
                 epsilons=(block.norm1.eps, block.norm2.eps),
                 memory_lean=self.activation_checkpointing,

@@ -46,9 +46,9 @@ def block_masks(
     keys = _view_keys(key, image_indices, num_views, device)
     targets = _num_hidden(keys, grid[0] * grid[1], ratios, ratio_variances)
     if keys.is_cuda:
-        from massl.ops.kernels import masks as mask_kernels  # here: Triton comes with PyTorch for GPUs only
+        from massl.ops.kernels import masks  # imported here: needs Triton, which only GPU builds have
 
-        return mask_kernels.place_rectangles(targets, rectangle_draws(keys, 0, NUM_TRIES), grid)
+        return masks.place_rectangles(targets, rectangle_draws(keys, 0, NUM_TRIES), grid)
     return place_rectangles(targets, keys, grid)
 
 

@@ -136,10 +136,10 @@ def _resample(
     """
     pixels = images.pixels
     if pixels.is_cuda:
-        from massl.ops.kernels import resample as view_kernels  # here: Triton comes with PyTorch for GPUs only
+        from massl.ops.kernels import resample  # imported here: needs Triton, which only GPU builds have
 
-        jobs = view_kernels.pack_jobs(images, sources, rows, columns)
-        return view_kernels.resample(pixels, to_device(jobs, pixels.device), size=size, filter=filter)
+        jobs = resample.pack_jobs(images, sources, rows, columns)
+        return resample.resample(pixels, to_device(jobs, pixels.device), size=size, filter=filter)
     height_class, width_class = (torch.bucketize(axis.num_read.long(), _WINDOW_SIDES) for axis in (rows, columns))
     classes = height_class * len(_WINDOW_SIDES) + width_class
     order = torch.argsort(classes, stable=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from massl import keyed_random
 from massl.ops import block_masks as module
 from massl.ops.block_masks import block_masks, random_kept
-from massl.ops.kernels import masks as mask_kernels
+from massl.ops.kernels.masks import place_rectangles as place_by_kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEY = (7, "block masks", 3)
@@ -188,7 +188,7 @@ def by_kernel_and_by_tensors(grid: tuple[int, int], ratio: float, num_images: in
     keys = module._view_keys(KEY, IMAGES[:num_images], 2, None)
     targets = module._num_hidden(keys, grid[0] * grid[1], [ratio], [0.1])
     draws = module.rectangle_draws(keys, 0, module.NUM_TRIES)
-    by_kernel = mask_kernels.place_rectangles(targets.to(DEVICE), draws.to(DEVICE), grid).cpu()
+    by_kernel = place_by_kernel(targets.to(DEVICE), draws.to(DEVICE), grid).cpu()
     return by_kernel, module.place_rectangles(targets, keys, grid)
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from massl.nn.drop_path import KeyedDropPath
 from massl.nn.positions import model_positions
 from massl.nn.transformer.plain import PlainBlock, embed_patches
-from massl.ops.kernels.attention import Run
+from massl.ops.kernels.attention import SequenceGroup
 from massl.ops.kernels.fused_block import BlockWeights, Operands, Stream, attend_from_class, settle, transformer_block
 from massl.ops.kernels.tokens import cut_into_patches, pack_tokens
 
@@ -32,10 +32,10 @@ def class_features(
 
     `dtype` is that of the products, `stream_dtype` that of the residual stream between blocks.
     """
-    tokens, runs = packed_tokens(model, view_groups, dtype, stream_dtype)
+    tokens, groups = packed_tokens(model, view_groups, dtype, stream_dtype)
     blocks: list[PlainBlock] = list(model.blocks)
-    stream = _through_blocks(blocks[:-1], Stream(tokens), scales, runs, dtype, memory_lean)
-    return model.norm(class_token_after_last_block(blocks[-1], stream, scales, runs, dtype))  # type: ignore[no-any-return]
+    stream = _through_blocks(blocks[:-1], Stream(tokens), scales, groups, dtype, memory_lean)
+    return model.norm(class_token_after_last_block(blocks[-1], stream, scales, groups, dtype))  # type: ignore[no-any-return]
 
 
 def class_and_patch_features(
@@ -52,22 +52,22 @@ def class_and_patch_features(
     """The class token of every view and the patch tokens of the first group, after the final norm; see
     Backbone.class_and_patches.
     """
-    tokens, runs = packed_tokens(model, view_groups, dtype, stream_dtype, masks=masks, mask_token=mask_token)
+    tokens, groups = packed_tokens(model, view_groups, dtype, stream_dtype, masks=masks, mask_token=mask_token)
     blocks: list[PlainBlock] = list(model.blocks)
-    stream = _through_blocks(blocks[:-1], Stream(tokens), scales, runs, dtype, memory_lean)
+    stream = _through_blocks(blocks[:-1], Stream(tokens), scales, groups, dtype, memory_lean)
     # The last block in full for the first group; of further ones, half the tokens with ten small views, the class token
     # will do.
     whole, *further = _split_stream(
-        stream, [sum(run.num_sequences * run.length for run in part) for part in (runs[:1], runs[1:]) if part]
+        stream, [sum(group.num_sequences * group.length for group in part) for part in (groups[:1], groups[1:]) if part]
     )
     whole_scales, further_scales = (
-        (None, None) if scales is None else torch.tensor_split(scales, [runs[0].num_sequences], dim=1)
+        (None, None) if scales is None else torch.tensor_split(scales, [groups[0].num_sequences], dim=1)
     )
-    whole = _through_blocks(blocks[-1:], whole, whole_scales, runs[:1], dtype, memory_lean)
+    whole = _through_blocks(blocks[-1:], whole, whole_scales, groups[:1], dtype, memory_lean)
     total, normed = _final_norm(model, whole, dtype)
-    first = _first_tokens(total, runs[:1]).float()  # few, so not rounded to 16 bits as the patch tokens are
-    others = [class_token_after_last_block(blocks[-1], part, further_scales, runs[1:], dtype) for part in further]
-    return model.norm(torch.cat([first, *others])), normed.view(*runs[0], -1)[:, model.num_prefix_tokens :]
+    first = _first_tokens(total, groups[:1]).float()  # few, so not rounded to 16 bits as the patch tokens are
+    others = [class_token_after_last_block(blocks[-1], part, further_scales, groups[1:], dtype) for part in further]
+    return model.norm(torch.cat([first, *others])), normed.view(*groups[0], -1)[:, model.num_prefix_tokens :]
 
 
 def visible_features(
@@ -82,20 +82,20 @@ def visible_features(
 ) -> Tensor:  # [R, 3, H, W], [R, n] int64, [num_drop_paths, R] -> [R, prefix + n, D] in `dtype`
     """Tokens of the patches in `kept` and of what stands in front of them, after the final norm; see Backbone.visible."""
     tokens = _visible_tokens(model, images, kept, dtype).to(stream_dtype)
-    runs = [Run(*tokens.shape[:2])]
-    stream = _through_blocks(list(model.blocks), Stream(tokens.flatten(0, 1)), scales, runs, dtype, memory_lean)
-    return _final_norm(model, stream, dtype)[1].view(*runs[0], -1)
+    groups = [SequenceGroup(*tokens.shape[:2])]
+    stream = _through_blocks(list(model.blocks), Stream(tokens.flatten(0, 1)), scales, groups, dtype, memory_lean)
+    return _final_norm(model, stream, dtype)[1].view(*groups[0], -1)
 
 
 def _through_blocks(
     blocks: list[PlainBlock],
     stream: Stream,
     scales: Tensor | None,
-    runs: list[Run],
+    groups: list[SequenceGroup],
     dtype: torch.dtype,
     memory_lean: bool,
 ) -> Stream:
-    token_scales = None if scales is None else _per_token(scales, runs)
+    token_scales = None if scales is None else _per_token(scales, groups)
     for block, block_operands in zip(blocks, operands_of(blocks, dtype), strict=True):
         stream = transformer_block(
             stream,
@@ -103,7 +103,7 @@ def _through_blocks(
             block_operands,
             attention_scale=_scale_of(block.drop_path1, token_scales),
             branch_scale=_scale_of(block.drop_path2, token_scales),
-            runs=runs,
+            groups=groups,
             num_heads=block.attn.num_heads,
             epsilons=(block.norm1.eps, block.norm2.eps),
             memory_lean=memory_lean,
@@ -133,22 +133,22 @@ def packed_tokens(
     *,
     masks: Tensor | None = None,
     mask_token: Tensor | None = None,
-) -> tuple[Tensor, list[Run]]:  # groups of [R_i, 3, H_i, W_i], [R_0, N] bool, [D] -> [T, D]
+) -> tuple[Tensor, list[SequenceGroup]]:  # groups of [R_i, 3, H_i, W_i], [R_0, N] bool, [D] -> [T, D]
     """Patch embedding as a matrix product: patches do not overlap, and a convolution of this shape is slow to
     differentiate.
     """
     projection = model.patch_embed.proj
     weight = projection.weight.flatten(1).to(dtype).t()
-    patches, tables, runs = [], [], []
+    patches, tables, groups = [], [], []
     for views in view_groups:
         height, width = views.shape[2] // projection.kernel_size[0], views.shape[3] // projection.kernel_size[1]
         patches.append(cut_into_patches(views, projection.kernel_size, dtype) @ weight)
         shared = projection.bias.expand(1, height * width, -1)
         tables.append(embed_patches(model, shared, model_positions(model, height, width))[0])
-        runs.append(Run(len(views), len(tables[-1])))
+        groups.append(SequenceGroup(len(views), len(tables[-1])))
     # The table adds the bias of the patch embedding to every patch, and a masked one has none.
     stand_in = None if mask_token is None else mask_token - projection.bias
-    return pack_tokens(patches, tables, model.num_prefix_tokens, stream_dtype, masks=masks, stand_in=stand_in), runs
+    return pack_tokens(patches, tables, model.num_prefix_tokens, stream_dtype, masks=masks, stand_in=stand_in), groups
 
 
 # -> [R, prefix + n, D] float32
@@ -168,29 +168,30 @@ def _visible_tokens(model: VisionTransformer, images: Tensor, kept: Tensor, dtyp
 
 
 def class_token_after_last_block(
-    block: PlainBlock, stream: Stream, scales: Tensor | None, runs: list[Run], dtype: torch.dtype
+    block: PlainBlock, stream: Stream, scales: Tensor | None, groups: list[SequenceGroup], dtype: torch.dtype
 ) -> Tensor:  # -> [R, D]
     attention = block.attn
     total, normed = settle(stream, block.norm1.weight, block.norm1.bias, epsilon=block.norm1.eps, dtype=dtype)
     width = attention.num_heads * attention.head_dim
     weight, bias = attention.qkv.weight.to(dtype), attention.qkv.bias.to(dtype)
-    query = linear(_first_tokens(normed, runs), weight[:width], bias[:width])
-    attended = attend_from_class(query, linear(normed, weight[width:], bias[width:]), runs, attention.num_heads)
+    query = linear(_first_tokens(normed, groups), weight[:width], bias[:width])
+    attended = attend_from_class(query, linear(normed, weight[width:], bias[width:]), groups, attention.num_heads)
     # From here on one token per view: small, so float32 sums cost nothing.
-    first = _first_tokens(total, runs).float()
+    first = _first_tokens(total, groups).float()
     first = first + _scaled(block.drop_path1, attention.proj(attended), scales)
     return first + _scaled(block.drop_path2, block.mlp(block.norm2(first)), scales)
 
 
-def _first_tokens(rows: Tensor, runs: list[Run]) -> Tensor:  # [T, D] -> [R, D]
-    parts = torch.split(rows, [run.num_sequences * run.length for run in runs])
-    return torch.cat([part.view(*run, -1)[:, 0] for part, run in zip(parts, runs, strict=True)])
+def _first_tokens(rows: Tensor, groups: list[SequenceGroup]) -> Tensor:  # [T, D] -> [R, D]
+    parts = torch.split(rows, [group.num_sequences * group.length for group in groups])
+    return torch.cat([part.view(*group, -1)[:, 0] for part, group in zip(parts, groups, strict=True)])
 
 
-def _per_token(scales: Tensor, runs: list[Run]) -> Tensor:  # [layers, R] -> [layers, T]
-    parts = torch.split(scales, [run.num_sequences for run in runs], dim=1)
+def _per_token(scales: Tensor, groups: list[SequenceGroup]) -> Tensor:  # [layers, R] -> [layers, T]
+    parts = torch.split(scales, [group.num_sequences for group in groups], dim=1)
     return torch.cat(
-        [part[:, :, None].expand(-1, -1, run.length).flatten(1) for part, run in zip(parts, runs, strict=True)], dim=1
+        [part[:, :, None].expand(-1, -1, group.length).flatten(1) for part, group in zip(parts, groups, strict=True)],
+        dim=1,
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-class Run(NamedTuple):
+class SequenceGroup(NamedTuple):
     """Sequences of one length that lie one after another."""
 
     num_sequences: int
@@ -90,13 +90,13 @@ def _forward_kernel(
 
 
 # [T, 3 * H * D] -> [T, H * D], [H, T]
-def packed_attention(qkv: Tensor, runs: Sequence[Run], num_heads: int) -> tuple[Tensor, Tensor]:
+def packed_attention(qkv: Tensor, groups: Sequence[SequenceGroup], num_heads: int) -> tuple[Tensor, Tensor]:
     """Softmax attention within each sequence, and the base-2 logsumexp of its logits."""
     num_tokens, width = qkv.shape[0], qkv.shape[1] // 3
     out = torch.empty(num_tokens, width, dtype=qkv.dtype, device=qkv.device)
     lse = torch.empty(num_heads, num_tokens, device=qkv.device)
     first_token = 0
-    for num_sequences, length in runs:
+    for num_sequences, length in groups:
         block, inner = (64, 64) if length <= 64 else (128, 64)
         _forward_kernel[(num_sequences * num_heads, triton.cdiv(length, block))](
             qkv, out, lse, first_token, num_tokens, (width // num_heads) ** -0.5,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from massl.ops.kernels.attention import LOG2_E, Run, load_rows, sizes_of, store_rows, tiles_of
+from massl.ops.kernels.attention import LOG2_E, SequenceGroup, load_rows, sizes_of, store_rows, tiles_of
 from massl.ops.kernels.reduce import sum_over_rows
 
 
@@ -213,15 +213,15 @@ def _backward_halves_kernel(
 
 
 def packed_attention_backward(
-    qkv: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, runs: Sequence[Run], num_heads: int
+    qkv: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, groups: Sequence[SequenceGroup], num_heads: int
 ) -> tuple[Tensor, Tensor]:  # -> [T, 3 * H * D], [3 * H * D]
     """Gradient of qkv and its sum over tokens, the gradient of the bias that was added to it."""
     num_tokens, width = out.shape
     grad_qkv = torch.empty_like(qkv)
-    num_partials = [num_sequences * (1 if length <= 256 else triton.cdiv(length, 64)) for num_sequences, length in runs]
+    num_partials = [num_sequences * (1 if length <= 256 else triton.cdiv(length, 64)) for num_sequences, length in groups]
     partial = torch.empty(sum(num_partials), 3 * width, device=qkv.device)
     first_token = first_partial = 0
-    for (num_sequences, length), num in zip(runs, num_partials, strict=True):
+    for (num_sequences, length), num in zip(groups, num_partials, strict=True):
         operands = (
             qkv, out, lse, grad_out, grad_qkv, partial, first_token, first_partial, num_tokens, (width // num_heads) ** -0.5
         )  # fmt: skip

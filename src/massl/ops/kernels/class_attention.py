@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from massl.ops.kernels.attention import Run, load_rows, store_rows
+from massl.ops.kernels.attention import SequenceGroup, load_rows, store_rows
 
 
 @triton.jit
@@ -67,29 +67,29 @@ def _class_backward_kernel(
 
 
 def class_attention(
-    q: Tensor, kv: Tensor, runs: Sequence[Run], num_heads: int
+    q: Tensor, kv: Tensor, groups: Sequence[SequenceGroup], num_heads: int
 ) -> tuple[Tensor, Tensor]:  # [R, HD], [T, 2HD] -> [R, HD], [R, H]
     """Attention of one query per sequence to the sequence's keys and values, and the logsumexp of its logits."""
     out, lse = torch.empty_like(q), torch.empty(len(q), num_heads, device=q.device)
-    for operands, sizes, num_programs in _class_runs(q, runs, num_heads):
+    for operands, sizes, num_programs in _launches(q, groups, num_heads):
         _class_forward_kernel[(num_programs,)](q, kv, out, lse, *operands, **sizes)
     return out, lse
 
 
 def class_attention_backward(
-    q: Tensor, kv: Tensor, lse: Tensor, grad_out: Tensor, runs: Sequence[Run], num_heads: int
+    q: Tensor, kv: Tensor, lse: Tensor, grad_out: Tensor, groups: Sequence[SequenceGroup], num_heads: int
 ) -> tuple[Tensor, Tensor]:  # -> [R, HD], [T, 2HD]
     grad_q, grad_kv = torch.empty_like(q), torch.empty_like(kv)
-    for operands, sizes, num_programs in _class_runs(q, runs, num_heads):
+    for operands, sizes, num_programs in _launches(q, groups, num_heads):
         _class_backward_kernel[(num_programs,)](q, kv, lse, grad_out, grad_q, grad_kv, *operands, **sizes)
     return grad_q, grad_kv
 
 
-def _class_runs(
-    q: Tensor, runs: Sequence[Run], num_heads: int
+def _launches(
+    q: Tensor, groups: Sequence[SequenceGroup], num_heads: int
 ) -> list[tuple[tuple[int, int, float], dict[str, int], int]]:
     dim, first_sequence, first_token, launches = q.shape[1] // num_heads, 0, 0, []
-    for num_sequences, length in runs:
+    for num_sequences, length in groups:
         block = max(16, triton.next_power_of_2(length))
         sizes = {
             "LENGTH": length,

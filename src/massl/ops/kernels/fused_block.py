@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from massl.ops.kernels.attention import Run, packed_attention
+from massl.ops.kernels.attention import SequenceGroup, packed_attention
 from massl.ops.kernels.attention_backward import packed_attention_backward
 from massl.ops.kernels.class_attention import class_attention, class_attention_backward
 from massl.ops.kernels.gelu import bias_gelu, bias_gelu_backward
@@ -60,7 +60,7 @@ class Operands(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    runs: tuple[Run, ...]
+    groups: tuple[SequenceGroup, ...]
     num_heads: int
     epsilon1: float
     epsilon2: float
@@ -74,7 +74,7 @@ def transformer_block(
     *,
     attention_scale: Tensor | None,
     branch_scale: Tensor | None,
-    runs: Sequence[Run],
+    groups: Sequence[SequenceGroup],
     num_heads: int,
     epsilons: tuple[float, float],
     memory_lean: bool = False,
@@ -82,7 +82,7 @@ def transformer_block(
     """The stream after the block. `attention_scale` and `branch_scale` [T] scale its two residual branches (stochastic
     depth).
     """
-    shape = _Shape(tuple(runs), num_heads, *epsilons, memory_lean)
+    shape = _Shape(tuple(groups), num_heads, *epsilons, memory_lean)
     x, branch = _Block.apply(*stream, attention_scale, shape, operands, *weights[:-1])
     return Stream(x, branch, weights.fc2_bias, branch_scale)
 
@@ -96,9 +96,9 @@ def settle(
 
 
 # [R, C], [T, 2 * C] -> [R, C]
-def attend_from_class(q: Tensor, kv: Tensor, runs: Sequence[Run], num_heads: int) -> Tensor:
+def attend_from_class(q: Tensor, kv: Tensor, groups: Sequence[SequenceGroup], num_heads: int) -> Tensor:
     """Attention of one query per sequence to all its tokens."""
-    out: Tensor = _ClassAttention.apply(q, kv, tuple(runs), num_heads)
+    out: Tensor = _ClassAttention.apply(q, kv, tuple(groups), num_heads)
     return out
 
 
@@ -131,7 +131,7 @@ def _forward(
     )
     qkv = torch.addmm(operands.qkv_bias, normed, operands.qkv_weight.t())
     del normed
-    attended, lse = packed_attention(qkv, shape.runs, shape.num_heads)
+    attended, lse = packed_attention(qkv, shape.groups, shape.num_heads)
     projected = attended @ operands.proj_weight.t()
     total2, normed, mean2, rstd2 = add_norm(
         total1,
@@ -216,7 +216,7 @@ class _Block(torch.autograd.Function):
             middle.attended,
             middle.lse,
             grad_projected @ operands.proj_weight,
-            shape.runs,
+            shape.groups,
             shape.num_heads,
         )
         del grad_projected
@@ -266,16 +266,16 @@ class _AddNorm(torch.autograd.Function):
 
 class _ClassAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, runs: tuple[Run, ...], num_heads: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, kv: Tensor, groups: tuple[SequenceGroup, ...], num_heads: int) -> Tensor:
         q = q.contiguous()
-        out, lse = class_attention(q, kv, runs, num_heads)
+        out, lse = class_attention(q, kv, groups, num_heads)
         ctx.save_for_backward(q, kv, lse)
-        ctx.runs, ctx.num_heads = runs, num_heads
+        ctx.groups, ctx.num_heads = groups, num_heads
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, None, None]:
         q, kv, lse = ctx.saved_tensors
-        grad_q, grad_kv = class_attention_backward(q, kv, lse, grad_out.contiguous(), ctx.runs, ctx.num_heads)
+        grad_q, grad_kv = class_attention_backward(q, kv, lse, grad_out.contiguous(), ctx.groups, ctx.num_heads)
         return grad_q, grad_kv, None, None

@@ -84,8 +84,8 @@ def _colour_kernel(views, floats, num_pixels, PIXELS_AT_ONCE: tl.constexpr):
     writes.
     """
     view = tl.program_id(0)
-    looks = floats + view * NUM_COLUMNS
-    jittered, greyed = tl.load(looks + JITTERED) > 0, tl.load(looks + GREYED) > 0
+    parameters = floats + view * NUM_COLUMNS
+    jittered, greyed = tl.load(parameters + JITTERED) > 0, tl.load(parameters + GREYED) > 0
     first_red = views + view.to(tl.int64) * (3 * num_pixels)
     luminances = tl.full((PIXELS_AT_ONCE,), 0.0, tl.float32)
     if jittered:
@@ -95,10 +95,10 @@ def _colour_kernel(views, floats, num_pixels, PIXELS_AT_ONCE: tl.constexpr):
             red, green, blue = load_channels(first_red + positions, num_pixels, inside)
             before_contrast = 1
             for turn in tl.static_range(4):
-                operation = tl.load(looks + ORDER + turn).to(tl.int32)
+                operation = tl.load(parameters + ORDER + turn).to(tl.int32)
                 before_contrast = tl.where(operation == _CONTRAST, 0, before_contrast)
                 if before_contrast > 0:
-                    red, green, blue = _jittered(red, green, blue, operation, tl.load(looks + FACTORS + operation), 0.0)
+                    red, green, blue = _jittered(red, green, blue, operation, tl.load(parameters + FACTORS + operation), 0.0)
             luminances += tl.where(inside, _luminance(red, green, blue), 0.0)
     mean_luminance = tl.sum(luminances, 0) / num_pixels
     if jittered | greyed:
@@ -108,9 +108,9 @@ def _colour_kernel(views, floats, num_pixels, PIXELS_AT_ONCE: tl.constexpr):
             red, green, blue = load_channels(first_red + positions, num_pixels, inside)
             if jittered:
                 for turn in tl.static_range(4):
-                    operation = tl.load(looks + ORDER + turn).to(tl.int32)
+                    operation = tl.load(parameters + ORDER + turn).to(tl.int32)
                     red, green, blue = _jittered(
-                        red, green, blue, operation, tl.load(looks + FACTORS + operation), mean_luminance
+                        red, green, blue, operation, tl.load(parameters + FACTORS + operation), mean_luminance
                     )
             if greyed:
                 red = _luminance(red, green, blue)

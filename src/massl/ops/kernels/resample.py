@@ -1,4 +1,4 @@
-"""Views on a GPU in three launches per view size: resample (here), colour, finish (look_kernels).
+"""Views on a GPU in three launches per view size: resample (here), colour, finish (photometric).
 
 The slow truth is image_ops, whose results these kernels repeat to within a fraction of a grey level. Everything a
 kernel needs to know about a view is one row of a job table, which reaches the device in a single copy. No program
@@ -21,30 +21,30 @@ from massl.ops.image_ops import Axis, Filter, RaggedImages
 
 # ---- the job table ---------------------------------------------------------------------------------------------------
 
-# 4-byte columns: the image's offset (8 bytes), height and width, both axes, then the looks of `pack_looks`.
+# 4-byte columns: the image's offset (8 bytes), height and width, both axes, then the photometric of `pack_photometric`.
 ROW_AXIS, COLUMN_AXIS, FACTORS, ORDER, JITTERED, GREYED, SOLARISED, SIGMA = map(
     tl.constexpr, (4, 8, 12, 16, 20, 21, 22, 23)
 )
 NUM_COLUMNS = tl.constexpr(24)
-NUM_LOOKS = 12
+NUM_PHOTOMETRIC = 12
 
 
-def pack_looks(
+def pack_photometric(
     factors: Tensor, order: Tensor, *, jittered: Tensor, greyed: Tensor, solarised: Tensor, sigmas: Tensor
 ) -> Tensor:
-    """[N, 4], [N, 4], the others [N] -> float32 [N, NUM_LOOKS]. A sigma of 0 stands for no blur."""
+    """[N, 4], [N, 4], the others [N] -> float32 [N, NUM_PHOTOMETRIC]. A sigma of 0 stands for no blur."""
     return torch.cat([factors, order, torch.stack([jittered, greyed, solarised, sigmas], dim=1)], dim=1).float()
 
 
-def pack_jobs(images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, looks: Tensor | None = None) -> Tensor:
+def pack_jobs(images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, photometric: Tensor | None = None) -> Tensor:
     """CPU int32 [N, 24]: view n is image `sources[n]` resampled along `rows` and `columns`, and then changed by
-    `looks[n]`.
+    `photometric[n]`.
     """
     places = torch.cat([images.offsets[:, None].view(torch.int32), images.sizes.int()], dim=1)[sources]
     axes = torch.stack([*rows, *columns], dim=1)
-    if looks is None:
-        looks = axes.new_zeros(len(sources), NUM_LOOKS)
-    return torch.cat([places, axes.view(torch.int32), looks.view(torch.int32)], dim=1)
+    if photometric is None:
+        photometric = axes.new_zeros(len(sources), NUM_PHOTOMETRIC)
+    return torch.cat([places, axes.view(torch.int32), photometric.view(torch.int32)], dim=1)
 
 
 # ---- crop and resize -------------------------------------------------------------------------------------------------

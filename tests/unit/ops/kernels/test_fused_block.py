@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention
 
 from massl.nn.drop_path import KeyedDropPath
-from massl.ops.kernels.attention import Run, packed_attention
+from massl.ops.kernels.attention import SequenceGroup as Group
+from massl.ops.kernels.attention import packed_attention
 from massl.ops.kernels.attention_backward import packed_attention_backward
 from massl.ops.kernels.fused_block import BlockWeights, Operands, Stream, attend_from_class, settle, transformer_block
 from massl.ops.kernels.gelu import bias_gelu, bias_gelu_backward
 from massl.ops.kernels.norm import add_norm, add_norm_backward
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHORT = (Run(2, 5), Run(1, 9))
+SHORT = (Group(2, 5), Group(1, 9))
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 
 
@@ -30,13 +31,15 @@ def leaf(*shape: int, seed: int) -> Tensor:
     return noise(*shape, seed=seed).requires_grad_()
 
 
-def num_tokens_of(runs: Sequence[Run]) -> int:
-    return sum(run.num_sequences * run.length for run in runs)
+def num_tokens_of(groups: Sequence[Group]) -> int:
+    return sum(group.num_sequences * group.length for group in groups)
 
 
-def sequences_of(rows: Tensor, runs: Sequence[Run]) -> list[Tensor]:  # [T, ...] -> each [num_sequences, length, ...]
-    parts = torch.split(rows, [run.num_sequences * run.length for run in runs])
-    return [part.reshape(*run, *rows.shape[1:]) for part, run in zip(parts, runs, strict=True)]
+def sequences_of(
+    rows: Tensor, groups: Sequence[Group]
+) -> list[Tensor]:  # [T, ...] -> each [num_sequences, length, ...]
+    parts = torch.split(rows, [group.num_sequences * group.length for group in groups])
+    return [part.reshape(*group, *rows.shape[1:]) for part, group in zip(parts, groups, strict=True)]
 
 
 def relative_error(ours: Tensor, truth: Tensor) -> float:
@@ -46,8 +49,8 @@ def relative_error(ours: Tensor, truth: Tensor) -> float:
 class World:
     """Two of timm's blocks and a norm after them, tokens of several sequences, and the coin flips of stochastic depth."""
 
-    def __init__(self, dim: int, num_heads: int, runs: Sequence[Run], *, with_scales: bool = True) -> None:
-        self.runs, self.num_heads, self.with_scales = runs, num_heads, with_scales
+    def __init__(self, dim: int, num_heads: int, groups: Sequence[Group], *, with_scales: bool = True) -> None:
+        self.groups, self.num_heads, self.with_scales = groups, num_heads, with_scales
         self.blocks = [Block(dim, num_heads, qkv_bias=True).to(DEVICE) for _ in range(2)]
         self.norm = nn.LayerNorm(dim).to(DEVICE)
         modules = nn.ModuleList([*self.blocks, self.norm])
@@ -55,16 +58,16 @@ class World:
         with torch.no_grad():
             for seed, parameter in enumerate(modules.parameters()):
                 parameter.copy_(noise(*parameter.shape, seed=seed) * (0.2 if parameter.dim() > 1 else 0.4))
-        self.tokens = noise(num_tokens_of(runs), dim, seed=100)
+        self.tokens = noise(num_tokens_of(groups), dim, seed=100)
         # Two branches in each block; about a third of them dropped.
-        num_sequences = sum(run.num_sequences for run in runs)
+        num_sequences = sum(group.num_sequences for group in groups)
         self.scales = (noise(4, num_sequences, seed=101) > -0.4) * 1.5
         self.scales[:, 0] = torch.tensor([0.0, 1.5, 1.5, 0.0])
 
     def truth(self) -> tuple[Tensor, Tensor]:
         """Stream and norm after both blocks, by timm."""
         first, finished = 0, []
-        for sequences in sequences_of(self.tokens, self.runs):
+        for sequences in sequences_of(self.tokens, self.groups):
             scales = self.scales[:, first : first + len(sequences)]
             for number, block in enumerate(self.blocks):
                 for name, branch in (("drop_path1", 2 * number), ("drop_path2", 2 * number + 1)):
@@ -79,7 +82,7 @@ class World:
 
     def fused(self, *, memory_lean: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """The same, by the kernels."""
-        counts, lengths = zip(*self.runs, strict=True)
+        counts, lengths = zip(*self.groups, strict=True)
         per_sequence = torch.tensor(lengths).repeat_interleave(torch.tensor(counts)).to(DEVICE)
         scales: Sequence[Tensor | None] = (
             list(self.scales.repeat_interleave(per_sequence, dim=1)) if self.with_scales else [None] * 4
@@ -93,7 +96,7 @@ class World:
                 Operands(*(getattr(weights, name).detach().to(dtype) for name in Operands._fields)),
                 attention_scale=scales[2 * number],
                 branch_scale=scales[2 * number + 1],
-                runs=self.runs,
+                groups=self.groups,
                 num_heads=self.num_heads,
                 epsilons=(block.norm1.eps, block.norm2.eps),
                 memory_lean=memory_lean,
@@ -125,15 +128,17 @@ def weights_of(block: Block) -> BlockWeights:
 
 @pytest.mark.usefixtures("norm_gradients_in_large_steps")
 @pytest.mark.parametrize(
-    ("dim", "num_heads", "runs"),
+    ("dim", "num_heads", "groups"),
     [
-        (48, 3, (Run(2, 5), Run(1, 65), Run(1, 197))),  # a width that is no power of two
-        (32, 1, (Run(1, 37), Run(2, 130), Run(1, 260))),
+        (48, 3, (Group(2, 5), Group(1, 65), Group(1, 197))),  # a width that is no power of two
+        (32, 1, (Group(1, 37), Group(2, 130), Group(1, 260))),
     ],
     ids=["three heads of 16", "a head of 32"],
 )
-def test_two_blocks_are_those_of_timm_in_values_and_gradients(dim: int, num_heads: int, runs: Sequence[Run]) -> None:
-    world = World(dim, num_heads, runs)
+def test_two_blocks_are_those_of_timm_in_values_and_gradients(
+    dim: int, num_heads: int, groups: Sequence[Group]
+) -> None:
+    world = World(dim, num_heads, groups)
     truth, ours = world.with_gradients(world.truth), world.with_gradients(world.fused)
     assert len(truth) == 3 + 2 * 12 + 2
     for name, value in truth.items():
@@ -151,7 +156,7 @@ def test_without_stochastic_depth_two_blocks_are_those_of_timm() -> None:
 
 @pytest.mark.usefixtures("norm_gradients_in_large_steps")
 def test_the_memory_lean_block_gives_the_same_bits_and_keeps_less() -> None:
-    world = World(32, 1, (Run(2, 5), Run(1, 37)))
+    world = World(32, 1, (Group(2, 5), Group(1, 37)))
     results, num_kept = [], []
     for memory_lean in (False, True):
         kept: dict[int, int] = {}
@@ -197,7 +202,7 @@ def test_a_sum_that_has_not_been_taken_yet_is_as_good_as_the_sum() -> None:
             operands,
             attention_scale=None,
             branch_scale=None,
-            runs=SHORT,
+            groups=SHORT,
             num_heads=2,
             epsilons=(1e-6, 1e-6),
         )
@@ -264,16 +269,16 @@ def test_gelu_of_a_biased_input_and_its_gradients_are_exact_to_a_millionth_even_
     torch.testing.assert_close(ours_bias, grad_bias, rtol=0, atol=1.2e-6)
 
 
-def attention_by_torch(qkv: Tensor, runs: Sequence[Run], num_heads: int) -> Tensor:  # [T, 3 * C] -> [T, C]
+def attention_by_torch(qkv: Tensor, groups: Sequence[Group], num_heads: int) -> Tensor:  # [T, 3 * C] -> [T, C]
     finished = []
-    for sequences in sequences_of(qkv, runs):
+    for sequences in sequences_of(qkv, groups):
         query, key, value = sequences.unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
         finished.append(scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2).flatten(0, 1))
     return torch.cat(finished)
 
 
 # A token, whole tiles, one more than a whole tile, and each of the three backward kernels at the ends of its range.
-EDGES = (Run(2, 1), Run(1, 64), Run(1, 128), Run(1, 129), Run(1, 256), Run(2, 257))
+EDGES = (Group(2, 1), Group(1, 64), Group(1, 128), Group(1, 129), Group(1, 256), Group(2, 257))
 
 
 def test_attention_within_sequences_is_that_of_torch_where_tiles_end_too() -> None:
@@ -302,24 +307,24 @@ def test_gradients_stay_finite_when_a_query_is_far_from_all_keys(length: int) ->
     qkv[:, :16] += 7.0
     qkv[:, 16:32] -= 7.0
     qkv.requires_grad_()
-    runs, grad = [Run(1, length)], noise(length, 16, seed=1)
-    (expected,) = torch.autograd.grad(attention_by_torch(qkv.double(), runs, 1), qkv, grad.double())
-    out, lse = packed_attention(qkv.detach(), runs, 1)
-    ours, _ = packed_attention_backward(qkv.detach(), out, lse, grad, runs, 1)
+    groups, grad = [Group(1, length)], noise(length, 16, seed=1)
+    (expected,) = torch.autograd.grad(attention_by_torch(qkv.double(), groups, 1), qkv, grad.double())
+    out, lse = packed_attention(qkv.detach(), groups, 1)
+    ours, _ = packed_attention_backward(qkv.detach(), out, lse, grad, groups, 1)
     assert relative_error(ours, expected) < 1e-3
 
 
 @pytest.mark.parametrize("num_heads", [1, 2], ids=["heads of 32", "heads of 16"])
 def test_attention_from_the_class_token_is_that_of_torch(num_heads: int) -> None:
-    runs = (Run(2, 1), Run(2, 5), Run(1, 37), Run(1, 197), Run(1, 260))
-    q, kv = leaf(7, 32, seed=0), leaf(num_tokens_of(runs), 64, seed=1)
+    groups = (Group(2, 1), Group(2, 5), Group(1, 37), Group(1, 197), Group(1, 260))
+    q, kv = leaf(7, 32, seed=0), leaf(num_tokens_of(groups), 64, seed=1)
     finished, first = [], 0
-    for pairs in sequences_of(kv, runs):
+    for pairs in sequences_of(kv, groups):
         key, value = pairs.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4)
         query = q[first : first + len(pairs)].view(len(pairs), num_heads, 1, -1)
         finished.append(scaled_dot_product_attention(query, key, value).reshape(len(pairs), 32))
         first += len(pairs)
-    expected, ours, grad = torch.cat(finished), attend_from_class(q, kv, runs, num_heads), noise(7, 32, seed=2)
+    expected, ours, grad = torch.cat(finished), attend_from_class(q, kv, groups, num_heads), noise(7, 32, seed=2)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     for value, truth in zip(
         torch.autograd.grad(ours, [q, kv], grad), torch.autograd.grad(expected, [q, kv], grad), strict=True
@@ -328,7 +333,7 @@ def test_attention_from_the_class_token_is_that_of_torch(num_heads: int) -> None
 
 
 def test_a_sequence_does_not_influence_the_others() -> None:
-    world = World(32, 1, (Run(2, 5), Run(2, 65), Run(1, 9)))
+    world = World(32, 1, (Group(2, 5), Group(2, 65), Group(1, 9)))
     with torch.no_grad():
         before = world.fused()
         changed = slice(10 + 65, 10 + 130)  # the second sequence of 65 tokens
@@ -351,19 +356,21 @@ def test_what_stochastic_depth_drops_leaves_the_stream_as_it_was() -> None:
 
 
 def test_attention_gives_the_same_bits_in_whatever_order_the_runs_are_packed() -> None:
-    runs = (Run(2, 5), Run(1, 130), Run(1, 257))
-    qkv, grad = noise(num_tokens_of(runs), 3 * 16, seed=0), noise(num_tokens_of(runs), 16, seed=1)
-    out, lse = packed_attention(qkv, runs, 1)
-    grad_qkv, _ = packed_attention_backward(qkv, out, lse, grad, runs, 1)
+    groups = (Group(2, 5), Group(1, 130), Group(1, 257))
+    qkv, grad = noise(num_tokens_of(groups), 3 * 16, seed=0), noise(num_tokens_of(groups), 16, seed=1)
+    out, lse = packed_attention(qkv, groups, 1)
+    grad_qkv, _ = packed_attention_backward(qkv, out, lse, grad, groups, 1)
     order = (2, 0, 1)
-    other_runs = [runs[number] for number in order]
+    other_groups = [groups[number] for number in order]
 
     def reordered(rows: Tensor) -> Tensor:
-        parts = sequences_of(rows, runs)
+        parts = sequences_of(rows, groups)
         return torch.cat([parts[number].flatten(0, 1) for number in order])
 
-    other_out, other_lse = packed_attention(reordered(qkv), other_runs, 1)
-    other_grad_qkv, _ = packed_attention_backward(reordered(qkv), other_out, other_lse, reordered(grad), other_runs, 1)
+    other_out, other_lse = packed_attention(reordered(qkv), other_groups, 1)
+    other_grad_qkv, _ = packed_attention_backward(
+        reordered(qkv), other_out, other_lse, reordered(grad), other_groups, 1
+    )
     assert torch.equal(other_out, reordered(out))
     assert torch.equal(other_lse[0], reordered(lse[0]))
     assert torch.equal(other_grad_qkv, reordered(grad_qkv))
@@ -372,7 +379,9 @@ def test_attention_gives_the_same_bits_in_whatever_order_the_runs_are_packed() -
 @needs_gpu
 @pytest.mark.parametrize(("dim", "num_heads"), [(64, 4), (64, 2), (192, 3)], ids=["16", "32", "64"])
 def test_in_bfloat16_results_and_gradients_are_near_those_of_timm_in_float32(dim: int, num_heads: int) -> None:
-    world = World(dim, num_heads, (Run(3, 5), Run(5, 37), Run(2, 65), Run(2, 130), Run(4, 197), Run(2, 260)))
+    world = World(
+        dim, num_heads, (Group(3, 5), Group(5, 37), Group(2, 65), Group(2, 130), Group(4, 197), Group(2, 260))
+    )
     truth = world.with_gradients(world.truth)
     ours = world.with_gradients(lambda: world.fused(dtype=torch.bfloat16))
     lean = world.with_gradients(lambda: world.fused(dtype=torch.bfloat16, memory_lean=True))

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from massl.ops import image_ops
 from massl.ops.image_ops import Filter, RaggedImages
-from massl.ops.kernels import photometric as look_kernels
-from massl.ops.kernels import resample as view_kernels
+from massl.ops.kernels import photometric, resample
 from massl.ops.kernels.resample import ResampleTiles
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,11 +47,11 @@ def by_kernel(
     size: int,
     *,
     filter: Filter = "bicubic",
-    tiles: ResampleTiles = view_kernels.DEFAULT_TILES,
+    tiles: ResampleTiles = resample.DEFAULT_TILES,
 ) -> Tensor:
     sources = torch.arange(len(images)).repeat(len(boxes))
-    jobs = view_kernels.pack_jobs(images, sources, *image_ops.crop_axes(boxes, size=size, flip=flip))
-    views = view_kernels.resample(images.pixels.to(DEVICE), jobs.to(DEVICE), size=size, filter=filter, tiles=tiles)
+    jobs = resample.pack_jobs(images, sources, *image_ops.crop_axes(boxes, size=size, flip=flip))
+    views = resample.resample(images.pixels.to(DEVICE), jobs.to(DEVICE), size=size, filter=filter, tiles=tiles)
     return views.cpu().view(*flip.shape, 3, size, size)
 
 
@@ -110,14 +109,14 @@ def test_an_image_beyond_two_gibibytes_is_found() -> None:
 def test_centre_views_by_kernel_are_those_on_the_cpu(
     images: RaggedImages, filter: Filter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def resample(
+    def resample_by_kernel(
         images: RaggedImages, sources: Tensor, rows: image_ops.Axis, columns: image_ops.Axis, size: int, filter: Filter
     ) -> Tensor:
-        jobs = view_kernels.pack_jobs(images, sources, rows, columns)
-        return view_kernels.resample(images.pixels.to(DEVICE), jobs.to(DEVICE), size=size, filter=filter)
+        jobs = resample.pack_jobs(images, sources, rows, columns)
+        return resample.resample(images.pixels.to(DEVICE), jobs.to(DEVICE), size=size, filter=filter)
 
     expected = image_ops.centre_view(images, size=24, crop_ratio=0.875, filter=filter)
-    monkeypatch.setattr(image_ops, "_resample", resample)
+    monkeypatch.setattr(image_ops, "_resample", resample_by_kernel)
     assert (
         largest_difference_in_levels(image_ops.centre_view(images, size=24, crop_ratio=0.875, filter=filter), expected)
         < 0.25
@@ -134,7 +133,7 @@ def test_bilinear_views_by_kernel_are_pillows(size: int) -> None:
     assert largest_difference_in_levels(view[0, 0], expected) < 1.25  # Pillow rounds twice
 
 
-def jobs_of(num_views: int, **looks: Tensor) -> Tensor:
+def jobs_of(num_views: int, **parameters: Tensor) -> Tensor:
     """Jobs whose crops do not matter."""
     off = torch.zeros(num_views)
     order = torch.arange(4).expand(num_views, 4)
@@ -146,10 +145,10 @@ def jobs_of(num_views: int, **looks: Tensor) -> Tensor:
         "solarised": off,
         "sigmas": off,
     }
-    packed = view_kernels.pack_looks(**{**defaults, **looks})
+    packed = resample.pack_photometric(**{**defaults, **parameters})
     nowhere = RaggedImages.from_list([torch.zeros(3, 1, 1, dtype=torch.uint8)])
     axis = image_ops.Axis(off, off, off, off)
-    return view_kernels.pack_jobs(nowhere, torch.zeros(num_views, dtype=torch.int64), axis, axis, packed).to(DEVICE)
+    return resample.pack_jobs(nowhere, torch.zeros(num_views, dtype=torch.int64), axis, axis, packed).to(DEVICE)
 
 
 @pytest.mark.parametrize("size", [1, 13, 48])  # 48 x 48 is more than one block of pixels
@@ -165,7 +164,7 @@ def test_colour_by_kernel_is_jitter_in_each_views_order_and_then_grey(size: int)
     image_ops.update_rows(expected, jittered, image_ops.colour_jitter, factors, order)
     image_ops.update_rows(expected, greyed, image_ops.grey)
     coloured = views.to(DEVICE)
-    look_kernels.colour_in_place(
+    photometric.colour_in_place(
         coloured, jobs_of(num_views, factors=factors, order=order, jittered=jittered, greyed=greyed)
     )
     torch.testing.assert_close(coloured.cpu(), expected, rtol=0, atol=1e-5)
@@ -177,14 +176,14 @@ def test_colour_by_kernel_is_jitter_in_each_views_order_and_then_grey(size: int)
 @pytest.mark.parametrize("size", [1, 2, 31, 70])
 def test_finish_blurs_solarises_and_normalises_as_image_ops(size: int) -> None:
     sigmas = torch.tensor([0.1, 0.8, 1.5, 2.0, 3.1, 5.4, 0.0, 0.0])
-    assert look_kernels.can_blur(float(sigmas.max()))
+    assert photometric.can_blur(float(sigmas.max()))
     solarised = torch.arange(len(sigmas)) % 2 == 1
     views = torch.rand(len(sigmas), 3, size, size, generator=torch.Generator().manual_seed(4))
     expected = views.clone()
     image_ops.update_rows(expected, sigmas > 0, image_ops.gaussian_blur, sigmas)
     image_ops.update_rows(expected, solarised, image_ops.solarise)
     jobs = jobs_of(len(sigmas), solarised=solarised, sigmas=sigmas)
-    finished = look_kernels.finish(views.to(DEVICE), jobs, mean=MEAN, std=STD, dtype=torch.float32).cpu()
+    finished = photometric.finish(views.to(DEVICE), jobs, mean=MEAN, std=STD, dtype=torch.float32).cpu()
     shown = finished * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
     # Solarising jumps by one level at its threshold, so a pixel there may differ by that much more.
     assert largest_difference_in_levels(shown[~solarised], expected[~solarised]) < 0.25
@@ -192,11 +191,11 @@ def test_finish_blurs_solarises_and_normalises_as_image_ops(size: int) -> None:
     torch.testing.assert_close(finished[sigmas == 0], image_ops.normalise(expected, MEAN, STD)[sigmas == 0])
     # Triton's Python mode cuts bfloat16 off instead of rounding
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
-    rounded = look_kernels.finish(views.to(DEVICE), jobs, mean=MEAN, std=STD, dtype=dtype)
+    rounded = photometric.finish(views.to(DEVICE), jobs, mean=MEAN, std=STD, dtype=dtype)
     assert torch.equal(rounded.cpu(), finished.to(dtype))
 
 
 def test_blurs_wider_than_the_window_are_refused() -> None:
     # 3 * (whole + 1) <= 16 holds up to whole = 4, and whole is 5 from sigma = sqrt(30) on.
-    assert look_kernels.can_blur(5.47)
-    assert not look_kernels.can_blur(5.48)
+    assert photometric.can_blur(5.47)
+    assert not photometric.can_blur(5.48)
