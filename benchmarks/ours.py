@@ -186,7 +186,8 @@ def nearest(queries: Tensor, database: Tensor, num_neighbours: int) -> tuple[Ten
 
 
 DECODERS: tuple[Literal["cpu", "gpu"], ...] = ("cpu", "gpu")  # data.decoder
-WORKER_KINDS: tuple[Literal["threads", "processes"], ...] = ("threads", "processes")  # data.worker_kind
+WorkerKind = Literal["threads", "processes", "dataloader", "dataloader-batches"]
+WORKER_KINDS: tuple[WorkerKind, ...] = ("threads", "processes", "dataloader", "dataloader-batches")
 OpenLoader = AbstractContextManager[Callable[[int], ImageBatch]]
 
 
@@ -196,7 +197,7 @@ def open_loader(
     *,
     batch_size: int,
     num_workers: int,
-    worker_kind: Literal["threads", "processes"],
+    worker_kind: WorkerKind,
     decoder: Literal["cpu", "gpu"],
     device: torch.device,
 ) -> Iterator[Callable[[int], ImageBatch]]:

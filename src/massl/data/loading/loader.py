@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from massl.data.loading.cache import ImageCache
+from massl.data.loading.dataloader_workers import DataLoaderWorkers
 from massl.data.loading.gpu_decode import JpegDecoder
 from massl.data.loading.image_reader import ImageReader, ReadabilityRecord, Reading, ReadResult, Tried, label_number
 from massl.data.loading.packing import pack, pack_equal, side_stream
@@ -108,7 +109,7 @@ class Loader:
         order_at: Callable[[int], Tensor],
         seed: int,
         num_workers: int,
-        worker_kind: Literal["threads", "processes"] = "threads",
+        worker_kind: Literal["threads", "processes", "dataloader", "dataloader-batches"] = "threads",
         max_side: int,
         prefetch_steps: int = 3,
         device: torch.device | None = None,
@@ -130,12 +131,23 @@ class Loader:
         self._pin = torch.cuda.is_available() and (device is None or device.type == "cuda")
         self._pending: dict[int, Future[tuple[ImageBatch | None, Tried]]] = {}
         self._num_workers = num_workers
-        self._threads, self._processes = None, None
+        self._threads, self._processes, self._dataloader = None, None, None
         # arrays are here: there is nothing to decode
         if num_workers > 0 and worker_kind == "processes" and source.pixels is None:
             assert batch_decoder is None
             self._processes = WorkerProcesses(
                 source, num_workers=num_workers, chunk_size=CHUNK_SIZE, seed=seed, max_side=max_side, cache=cache
+            )
+        elif num_workers > 0 and worker_kind.startswith("dataloader") and source.pixels is None:
+            self._dataloader = DataLoaderWorkers(
+                source,
+                order_at=order_at,
+                num_workers=num_workers,
+                chunk_size=32 if worker_kind == "dataloader" else None,
+                prefetch_steps=prefetch_steps + 1,
+                seed=seed,
+                max_side=max_side,
+                cache=cache,
             )
         elif num_workers > 0:
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="massl-decode")
@@ -145,7 +157,9 @@ class Loader:
         # Batches wait for the workers in threads of their own: waiting inside the workers' pool could fill it with
         # waiters.
         self._assemblers = ThreadPoolExecutor(
-            self._prefetch_steps + 1, thread_name_prefix="massl-batch", initializer=take_over_gpu
+            1 if self._dataloader is not None else self._prefetch_steps + 1,
+            thread_name_prefix="massl-batch",
+            initializer=take_over_gpu,
         )
 
     def at(self, step: int) -> ImageBatch:
@@ -191,18 +205,21 @@ class Loader:
             batch = _cut_out(self._source, indices, max_side=self._max_side, device=self._device, pin=self._pin)
             if batch is not None:
                 return batch, {}
-            with self._reading(numbers) as results:
+            with self._reading(step, numbers) as results:
                 readings = [reading for reading, _ in results if reading is not None]
                 if len(readings) == len(numbers):
                     batch = _batch_of(readings, indices, device=self._device, pin=self._pin)
         return batch, {index: reason for _, tried in results for index, reason in tried.items()}
 
     @contextmanager
-    def _reading(self, numbers: list[int]) -> Iterator[list[ReadResult]]:
+    def _reading(self, step: int, numbers: list[int]) -> Iterator[list[ReadResult]]:
         """The images, whoever reads them; to be copied inside the `with`."""
         if self._processes is not None:
             with self._processes.reading(numbers) as results:
                 yield results
+            return
+        if self._dataloader is not None:
+            yield self._dataloader.read(step, numbers)
             return
         results = _in_order(self._reader.read_or_replace, numbers, self._threads)
         yield results if self._batch_decoder is None else self._reader.decode_files(numbers, results)
@@ -218,4 +235,6 @@ class Loader:
         if self._processes is not None:
             self._processes.close()
         self._assemblers.shutdown()
+        if self._dataloader is not None:
+            self._dataloader.close()
         self._pending.clear()  # batches, and errors whose tracebacks hold images in shared memory
