@@ -24,6 +24,10 @@ class MasslError(Exception):
     """Something the user can mend; the message says how. Anything else that escapes is a bug of massl's."""
 
 
+class UsageError(MasslError):
+    """A command-line option has an invalid value; the message names the option."""
+
+
 class RecipeError(MasslError, ValueError):
     """A recipe or an override is wrong; the message says what to change."""
 

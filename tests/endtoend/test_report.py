@@ -11,7 +11,8 @@ import yaml
 from massl.commands.compare.command import compare_runs
 from massl.commands.evaluate.command import evaluate
 from massl.commands.pretrain import pretrain
-from massl.commands.report.command import command, report
+from massl.commands.report import command
+from massl.commands.report.command import report
 from massl.config import MasslError
 from massl.reports.page.section import Section
 

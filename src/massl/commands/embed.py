@@ -1,7 +1,7 @@
 """Features of a source as a file, for whatever comes next."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,46 +11,61 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from massl import distributed
-from massl.commands.evaluate.command import model_on_device, require_writable, say
-from massl.commands.evaluate.settings import ModelSettings
+from massl.commands.arguments import parse
+from massl.commands.console import print_line, require_writable
+from massl.commands.model import ModelSettings, model_on_device
 from massl.config import MasslError, merge, validate
 from massl.data.sources import open_source
+from massl.files import replacing
 
 Rows = NDArray[np.float32]
 Labels = NDArray[np.int64]
 
 
+DESCRIPTION = """Write a model's features of your images to a file.
+
+massl embed runs/a --data photos/ --output features.parquet"""
+
+
 class EmbedSettings(ModelSettings):
     data: str = Field(description="the images: a folder, archive or URI, as in pretrain's --data.source")
-    out: str = Field(description="file to write: .parquet (needs pyarrow), .npz or .safetensors")
+    output: str = Field(description="file to write: .parquet (needs pyarrow), .npz or .safetensors")
 
     @model_validator(mode="after")
     def _format_is_known(self) -> "EmbedSettings":
-        if Path(self.out).suffix not in WRITERS:
-            raise ValueError(f"out is {self.out!r}; its ending chooses the format: {', '.join(WRITERS)}")
+        if Path(self.output).suffix not in WRITERS:
+            raise ValueError(f"output is {self.output!r}; its ending chooses the format: {', '.join(WRITERS)}")
         return self
 
 
-def embed(model: str | Path, *, data: str | Path, out: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:
-    """Write the features of all images of `data`, with their keys and labels, to the file `out` (.parquet, .npz or
-    .safetensors).
+def embed(
+    model: str | Path, *, data: str | Path, output: str | Path, overrides: Mapping[str, Any] | None = None
+) -> Path:
+    """Write the features of all images of `data`, with their keys and labels, to the file `output`.
+
+    The file's ending chooses the format: .parquet, .npz or .safetensors. `overrides` sets what else `massl embed --help`
+    lists, e.g. {"image_size": 96}.
     """
-    values = merge({"data": str(data), "out": str(out)}, overrides or {})
-    return run_embedding(str(model), validate(EmbedSettings, values, origin="embed"))
+    values = merge({"model": str(model), "data": str(data), "output": str(output)}, overrides or {})
+    return run_embedding(validate(EmbedSettings, values, origin="embed"))
 
 
-def run_embedding(model: str, settings: EmbedSettings) -> Path:
-    path = Path(settings.out).expanduser()
+def main(arguments: Sequence[str]) -> int:
+    run_embedding(parse(EmbedSettings, "embed", DESCRIPTION, arguments))
+    return 0
+
+
+def run_embedding(settings: EmbedSettings) -> Path:
+    path = Path(settings.output).expanduser()
     if path.exists():
-        raise MasslError(f"{path} is there already; move it away or name another file")
+        raise MasslError(f"{path} exists; move it away or choose another --output")
     if path.suffix == ".parquet":
         _require_pyarrow()
     source = open_source(settings.data)
-    require_writable(path.parent, option="out")
-    with model_on_device(model, settings, cache=None) as (extractor, console):
-        view = extractor.centre_view()
+    require_writable(path.parent)
+    with model_on_device(settings, cache=None) as (extractor, console):
         wanted = extractor.feature or "pooled"
-        features = extractor.features(source, view=view, feature=wanted)
+        features = extractor.features(source, view=extractor.centre_view(), feature=wanted)
         if distributed.is_main():
             about = {
                 "model": extractor.model.name,
@@ -59,13 +74,9 @@ def run_embedding(model: str, settings: EmbedSettings) -> Path:
                 "data": source.name,
             }
             keys = [source.key_of(index) for index in range(len(source))]
-            unfinished = path.with_name(f".{path.name}.unfinished")
-            try:
-                WRITERS[path.suffix](unfinished, features.rows.numpy(), features.labels.numpy(), keys, about)
-                unfinished.replace(path)  # whole or not at all
-            finally:
-                unfinished.unlink(missing_ok=True)
-        say(console, f"{path}: {len(features):,} features of {features.rows.shape[1]} dimensions")
+            with replacing(path) as partial:
+                WRITERS[path.suffix](partial, features.rows.numpy(), features.labels.numpy(), keys, about)
+        print_line(console, f"{path}: {len(features):,} features of {features.rows.shape[1]} dimensions")
         distributed.barrier()
     return path
 

@@ -1,16 +1,20 @@
 """Pre-training, assembled: recipe -> data, method, trainer -> run folder."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
+from pydantic import Field, create_model
 from rich.console import Console
 
 from massl import distributed
+from massl.commands.arguments import exit_status, parse
+from massl.commands.console import message_console
 from massl.commands.device import choose_device, host_threads_for
-from massl.commands.recipe import PretrainRecipe, load_recipe
+from massl.commands.recipe import PretrainRecipe, load_recipe, shipped_recipes
 from massl.config import RecipeError, merge, validate
 from massl.data.loading.cache import ImageCache
 from massl.data.loading.gpu_decode import jpeg_decoder
@@ -27,6 +31,23 @@ from massl.training.probes import Probe
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.trainer import FitResult, Trainer
+
+DESCRIPTION = """Learn visual features from unlabelled images.
+
+massl pretrain --recipe massl-vits16 --data.source photos/ --output runs/a [--any.key value]
+
+The options below are the values of the recipe, grouped by part; the defaults shown are those of the recipe named by
+--recipe. With --method.name dino (ibot, mocov3, mae, nnclr, carp, supervised) another method is trained, with what
+the recipe says for it. The run is kept in --output; the same command again continues it where it stopped. Under
+torchrun the same command trains on several processes: torchrun --nproc-per-node 4 -m massl pretrain ..."""
+_SHOWN_RECIPE = "massl-vits16"  # whose values --help shows when no recipe is given
+
+
+class _PretrainArguments(PretrainRecipe):
+    recipe: str = Field(description="name of a shipped recipe (see `massl recipes`) or a YAML file")
+    output: str = Field(
+        description="folder of the run; never overwritten, continued if it holds a run of the same recipe"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +75,7 @@ def pretrain(
     resolved = _resolve(recipe, data, overrides or {})
     device = choose_device(resolved.trainer.device, option="trainer.device")
     distributed.start(device.type)
-    console = Console(stderr=True, quiet=not distributed.is_main(), highlight=False)
+    console = message_console(quiet=not distributed.is_main())
     folder = RunFolder(Path(output).expanduser(), resolved)
     try:
         with folder.claimed(is_writer=distributed.is_main()), host_threads_for(device):
@@ -65,6 +86,37 @@ def pretrain(
     return PretrainResult(
         folder=folder.path, step=result.step, finished=result.finished, signal_number=result.signal_number, metrics=rows
     )
+
+
+def main(arguments: Sequence[str]) -> int:
+    recipe, output = parse_pretrain(arguments)
+    return exit_status(pretrain(recipe=recipe, output=output).signal_number)
+
+
+def parse_pretrain(arguments: Sequence[str]) -> tuple[PretrainRecipe, str]:
+    """The recipe with the values given on the command line, and the output folder."""
+    name = _value_of("--recipe", arguments)
+    if name is None and not {"--help", "-h"} & set(arguments):
+        raise RecipeError(f"which recipe? Give --recipe NAME_OR_FILE; shipped ones: {', '.join(shipped_recipes())}")
+    method = _value_of("--method.name", arguments)
+    recipe = load_recipe(name or _SHOWN_RECIPE, {} if method is None else {"method.name": method})
+    # Only the chosen method's options; the rest would clutter --help.
+    arguments_type = create_model(
+        "PretrainArguments", __base__=_PretrainArguments, method=(type(recipe.method), recipe.method)
+    )
+    defaults = arguments_type.model_construct(recipe=name or _SHOWN_RECIPE, output=tyro.MISSING, **dict(recipe))
+    parsed = parse(arguments_type, "pretrain", DESCRIPTION, arguments, default=defaults)
+    values = {field: getattr(parsed, field) for field in PretrainRecipe.model_fields}
+    return PretrainRecipe.model_validate(values), parsed.output
+
+
+def _value_of(option: str, arguments: Sequence[str]) -> str | None:
+    for position, argument in enumerate(arguments):
+        if argument == option and position + 1 < len(arguments):
+            return arguments[position + 1]
+        if argument.startswith(f"{option}="):
+            return argument.partition("=")[2]
+    return None
 
 
 def _resolve(

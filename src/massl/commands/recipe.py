@@ -10,12 +10,14 @@ With `method.name` dino the section `method` is replaced by the one given there,
 own.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from pydantic import model_validator
+import yaml
+from pydantic import Field, model_validator
 
 from massl.config import RecipeError, Settings, closest, merge, overlay, read_yaml, validate
 from massl.data.settings import DataSettings
@@ -95,3 +97,43 @@ def _values_of(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         values = overlay(values, variants.get(chosen, {}))
         values["method"]["name"] = chosen
     return merge(values, overrides)
+
+
+class TrainingImages(Settings):
+    """The option --data.source of commands that train by recipes."""
+
+    source: str = Field("", description="images to train on, as in pretrain; default: those of each recipe")
+
+
+def parse_set_options(items: Iterable[str]) -> dict[str, Any]:
+    """ "trainer.epochs=40" -> {"trainer.epochs": 40}; values are read as YAML, as in a recipe."""
+    overrides: dict[str, Any] = {}
+    for item in items:
+        key, sign, text = item.partition("=")
+        if not sign or not key:
+            raise RecipeError(f"--set {item}: expected KEY=VALUE, e.g. trainer.epochs=40")
+        if key in overrides:
+            raise RecipeError(f"--set {key} is given twice")
+        try:
+            overrides[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise RecipeError(f"--set {item}: the value is not valid YAML: {error}") from None
+    return overrides
+
+
+def as_set_options(overrides: Mapping[str, Any]) -> list[str]:
+    """The inverse of `parse_set_options`; JSON is YAML."""
+    return [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`massl recipes`: the header of each shipped recipe."""
+    if arguments:
+        print(
+            "usage: massl recipes\n\n"
+            "Lists the recipes that come with massl: name, then command, hardware and expected result."
+        )
+        return 0 if arguments[0] in ("-h", "--help") else 2
+    for name, path in shipped_recipes().items():
+        print(name, *(f"    {line}" for line in recipe_header(path).splitlines()), sep="\n", end="\n\n")
+    return 0

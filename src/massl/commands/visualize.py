@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import tyro
 from PIL import Image
 from pydantic import Field
 from torch import Tensor
 
 from massl import distributed, keyed_random
-from massl.commands.evaluate.command import model_on_device, require_writable
-from massl.commands.evaluate.settings import ModelSettings
-from massl.config import RecipeError, closest, merge, validate
+from massl.commands.arguments import parse
+from massl.commands.console import require_writable
+from massl.commands.model import ModelSettings, model_on_device
+from massl.config import merge, validate
 from massl.data.evaluation.views import CentreView, ThumbnailView, whole_patches
 from massl.data.sources import open_source
 from massl.data.sources.base import DataError, ImageSource, Pixels
@@ -43,11 +45,17 @@ _PAIR_GAP = 4  # pixels of white between the two pictures of a pair
 _CHUNK_ROWS = 1 << 16  # of the database compared at once
 
 
+DESCRIPTION = """Draw what a model sees, as the paper shows it.
+
+massl visualize runs/a attention --data photos/ --output figures"""
+
+
 class VisualizeSettings(ModelSettings):
     """What is drawn, and of which images."""
 
+    kind: tyro.conf.Positional[Kind] = Field(description="what is drawn")
     data: str = Field(description="images to draw: a folder, archive or URI, as in pretrain's --data.source")
-    out: str = Field(description="folder for the pictures; those of the same name are replaced")
+    output: str = Field(description="folder for the pictures; those of the same name are replaced")
     num_images: int = Field(
         16, gt=0, description="images that are drawn (a keyed choice); correspondence: pairs of each kind"
     )
@@ -75,7 +83,7 @@ def visualize(
     kind: Kind,
     *,
     data: str | Path,
-    out: str | Path,
+    output: str | Path,
     num_images: int = 16,
     image_size: int | None = None,
     num_neighbours: int = 8,
@@ -91,8 +99,10 @@ def visualize(
     weights file or a timm name; `overrides` sets what else `massl visualize --help` lists, e.g. {"cosine": True}.
     """
     values = {
+        "model": str(model),
+        "kind": kind,
         "data": str(data),
-        "out": str(out),
+        "output": str(output),
         "num_images": num_images,
         "image_size": image_size,
         "num_neighbours": num_neighbours,
@@ -100,21 +110,23 @@ def visualize(
         "seed": seed,
         "device": device,
     }
-    return run_visualization(
-        str(model), kind, validate(VisualizeSettings, merge(values, overrides or {}), origin="visualize")
-    )
+    return run_visualization(validate(VisualizeSettings, merge(values, overrides or {}), origin="visualize"))
 
 
-def run_visualization(model: str, kind: str, settings: VisualizeSettings) -> list[Path]:
+def main(arguments: Sequence[str]) -> int:
+    for path in run_visualization(parse(VisualizeSettings, "visualize", DESCRIPTION, arguments)):
+        print(path)
+    return 0
+
+
+def run_visualization(settings: VisualizeSettings) -> list[Path]:
     """`visualize` with all settings in one object, as the command line gives them."""
-    if kind not in DRAWERS:
-        raise RecipeError(f"there is no picture of {kind!r}.{closest(kind, DRAWERS)} Known: {', '.join(DRAWERS)}")
     source = open_source(settings.data)
-    folder = Path(settings.out).expanduser()
-    require_writable(folder, option="out")
+    folder = Path(settings.output).expanduser()
+    require_writable(folder)
     cache = Path(settings.cache).expanduser() if settings.cache else None
-    with model_on_device(model, settings, cache=cache) as (extractor, _):
-        return DRAWERS[kind](_Job(extractor=extractor, source=source, settings=settings, folder=folder))
+    with model_on_device(settings, cache=cache) as (extractor, _):
+        return DRAWERS[settings.kind](_Job(extractor=extractor, source=source, settings=settings, folder=folder))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,8 @@ image file was last changed. Long extractions are kept in parts, so that one tha
 
 import hashlib
 import json
-import os
-import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -29,6 +27,7 @@ from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.sources.base import DataError, ImageSource
 from massl.evaluations.base import EvaluationError, LabelledFeatures, labels_of_images, require_finite
 from massl.evaluations.named_features import FEATURES, read_feature
+from massl.files import replacing
 from massl.ops.image_ops import Filter, normalise
 from massl.weights.models import LoadedModel
 
@@ -236,19 +235,14 @@ def _read_rows(path: Path) -> Tensor:  # -> [n, D]
 
 
 def _write_rows(path: Path, rows: Tensor) -> None:  # [n, D]
-    # Named after the process: another evaluation may be keeping the same features at this moment.
-    unfinished = path.with_suffix(f".{platform.node()}-{os.getpid()}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file({"rows": rows.contiguous()}, unfinished)
-        unfinished.replace(path)  # whole or not at all
+        with replacing(path) as partial:
+            safetensors.torch.save_file({"rows": rows.contiguous()}, partial)
     except (SafetensorError, OSError) as error:
         raise EvaluationError(
             f"features cannot be kept at {path} ({error}); make room there, or choose another folder"
         ) from None
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
 
 
 def _refuse(source: ImageSource, message: str) -> None:

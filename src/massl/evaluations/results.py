@@ -19,6 +19,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from massl.config import explain
 from massl.evaluations.base import EvaluationError
 
+RESULTS_FILE = "results.jsonl"
+
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -9,10 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from massl.config import fingerprint
 from massl.reports.published.paper import TRANSFER_AVERAGE, TRANSFER_DATA, PaperFigure, paper_figures
 
@@ -32,6 +28,8 @@ class ResultsTable:
     columns: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]  # one text a column
     footnotes: tuple[str, ...]  # each begins with its mark
+    text_columns: frozenset[str]  # left-aligned; all others hold numbers
+    group_by: str = ""  # column whose change starts a new group of lines
 
 
 def results_table(rows: Iterable[Row], *, methods: Sequence[str] = ("MaSSL",)) -> ResultsTable:
@@ -65,36 +63,16 @@ def results_table(rows: Iterable[Row], *, methods: Sequence[str] = ("MaSSL",)) -
         ),
         lines=tuple(lines),
         footnotes=tuple(f"{mark} {note}" for note, mark in marks.items()),
+        text_columns=_WORDS,
+        group_by="protocol",
     )
-
-
-def as_rich(table: ResultsTable) -> Table:
-    """For the terminal: a space between protocols; words that are too long are folded, never cut."""
-    shown = Table(
-        title=Text(table.title) if table.title else None,
-        caption=Text("\n".join(table.footnotes)) if table.footnotes else None,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for column in table.columns:
-        if column in _WORDS:
-            shown.add_column(column, overflow="fold")
-        else:  # a number is never broken; a long heading stands on several lines instead
-            shown.add_column(Text(column.replace(" ", "\n")), justify="right", no_wrap=True)
-    protocol_at = table.columns.index("protocol")
-    for number, line in enumerate(table.lines):
-        ends_protocol = number + 1 < len(table.lines) and table.lines[number + 1][protocol_at] != line[protocol_at]
-        shown.add_row(*(Text(cell) for cell in line), end_section=ends_protocol)
-    return shown
 
 
 def as_markdown(table: ResultsTable) -> str:
     """For documents: the same table and footnotes."""
     header = [
         _markdown_line(table.columns),
-        _markdown_line([":--" if column in _WORDS else "--:" for column in table.columns]),
+        _markdown_line([":--" if column in table.text_columns else "--:" for column in table.columns]),
     ]
     parts = [
         [table.title] if table.title else [],

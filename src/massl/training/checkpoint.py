@@ -1,40 +1,22 @@
 """Checkpoints: written whole or not at all, the last few kept, milestones kept for good."""
 
-import contextlib
-import os
 import re
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from massl.config import MasslError
+from massl.files import replacing
 
 _NAME = re.compile(r"step_(\d{9})\.pt")
 
 
 class CheckpointError(MasslError, RuntimeError):
     """A checkpoint could not be written or read; the message says what is safe and what to do."""
-
-
-def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write beside the target, flush to disk, then rename: a crash leaves the old file or the new one, never half of
-    one.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
 
 
 @dataclass(frozen=True)
@@ -58,7 +40,8 @@ class CheckpointStore:
         path = self.path(step)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, lambda file: torch.save(dict(state), file))
+            with replacing(path) as partial, partial.open("wb") as file:
+                torch.save(dict(state), file)
         except (OSError, RuntimeError) as error:
             safe = self.steps()
             kept = f"The checkpoint of step {safe[-1]} is intact." if safe else "No earlier checkpoint exists."

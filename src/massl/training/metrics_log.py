@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from massl.training.checkpoint import write_atomically
+from massl.files import write_atomically
 
 # The entries that depend on the machine: two runs of one recipe agree in all others.
 TIMING_KEYS = frozenset({"images_per_second", "peak_memory_gib"})
@@ -66,7 +66,7 @@ class MetricsLog:
 def _keep_rows(path: Path, *, up_to: int | None) -> None:
     """Only those of steps until this one; none where it is None."""
     kept = [row for row in _read_rows(path) if up_to is not None and row["step"] <= up_to]
-    write_atomically(path, lambda file: file.writelines(_line(row).encode() for row in kept))
+    write_atomically(path, "".join(map(_line, kept)))
 
 
 def _line(row: Mapping[str, float | str]) -> str:

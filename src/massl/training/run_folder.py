@@ -10,7 +10,7 @@ from typing import Any
 
 from massl import distributed
 from massl.config import MasslError, RecipeError, Settings, flatten, read_yaml, to_yaml, validate
-from massl.training.checkpoint import write_atomically
+from massl.files import is_leftover, write_atomically
 
 # These say where, how long and how often, not what is computed: a continued run may change them.
 MAY_CHANGE = frozenset(
@@ -32,7 +32,6 @@ MAY_CHANGE = frozenset(
 )
 
 _LOCK = ".lock"
-_LEFT_BY_A_KILL = frozenset({_LOCK, ".recipe.yaml.partial"})  # of a process that got no further
 
 
 class RunFolderError(MasslError, ValueError):
@@ -78,8 +77,9 @@ class RunFolder:
                 self._refuse_foreign_folder()
                 held.enter_context(self._locked())
                 self._refuse_other_recipe()
-                for left_by_a_kill in self.path.glob("**/.*.partial"):
-                    left_by_a_kill.unlink()
+                for file in (*self.path.iterdir(), *self.checkpoints.glob("*")):
+                    if is_leftover(file):
+                        file.unlink()
                 self._write_recipe()
             distributed.barrier()
             yield
@@ -91,7 +91,7 @@ class RunFolder:
         if (
             self.path.is_dir()
             and not self.recipe_file.exists()
-            and any(path.name not in _LEFT_BY_A_KILL for path in self.path.iterdir())
+            and any(path.name != _LOCK and not is_leftover(path) for path in self.path.iterdir())
         ):
             raise RunFolderError(
                 f"{self.path} is not empty and holds no massl run; choose another --output (nothing was changed)"
@@ -148,7 +148,7 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> Path:
         path = self.path / name
-        write_atomically(path, lambda file: file.write(text.encode()))
+        write_atomically(path, text)
         return path
 
     def write_json(self, name: str, values: Mapping[str, object]) -> Path:
@@ -156,5 +156,5 @@ class RunFolder:
 
     def write_bytes(self, name: str, content: bytes) -> Path:
         path = self.path / name
-        write_atomically(path, lambda file: file.write(content))
+        write_atomically(path, content)
         return path

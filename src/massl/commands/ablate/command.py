@@ -12,29 +12,47 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import tyro
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from rich.console import Console
 
 from massl.commands.ablate.grids import Grid, PlannedRun, massl_settings, plan_grid
 from massl.commands.ablate.outcomes import Yardstick, choose_yardstick, finished_outcome, planned_outcome
-from massl.commands.compare.command import TrainingImages, parse_overrides
-from massl.commands.evaluate.command import FILE_WIDTH, require_writable, say
+from massl.commands.arguments import exit_status, parse
+from massl.commands.console import (
+    command_text,
+    message_console,
+    print_line,
+    print_table,
+    require_writable,
+    result_console,
+)
 from massl.commands.pretrain import pretrain
-from massl.commands.recipe import PretrainRecipe, load_recipe
-from massl.config import RecipeError, Settings, closest, validate
+from massl.commands.recipe import PretrainRecipe, TrainingImages, as_set_options, load_recipe, parse_set_options
+from massl.config import RecipeError, Settings, validate
 from massl.data.sources import open_source
 from massl.reports.ablation.documents import ablation_document, as_plain
-from massl.reports.ablation.records import ABLATIONS, AblationReport, Kind, RunOutcome, as_rich, report_of, table_of
+from massl.reports.ablation.records import ABLATIONS, AblationReport, Kind, RunOutcome, report_of, table_of
 from massl.reports.ablation.trends import sentences_of
 from massl.training.run_folder import RunFolder
 from massl.training.trainer import TrainingStopped
 
 _NAME = "ablation"
 
+DESCRIPTION = """Repeat one of the paper's ablations on your images.
+
+massl ablate memory-size --recipe massl-cifar --data.source photos/ --output runs/ablation
+massl ablate block-size --recipe massl-cifar --data.source photos/ --values 512 2048 8192 --seeds 0 1 2 --output runs/ablation
+massl ablate block-sampling --recipe demo --set trainer.epochs=6 --output runs/ablation
+
+Each value is a run in a folder of its own; the same command again continues. Table, trend and figure, with the
+paper's values beside, go to OUTPUT/KIND/ablation.md, .json, .png and .svg."""
+
 
 class AblateSettings(Settings):
     """A recipe, images, and in what the grid is not the paper's."""
 
+    kind: tyro.conf.Positional[Kind] = Field(description="what is varied")
     recipe: str = Field(description="a recipe of massl: name of a shipped one (see `massl recipes`) or a YAML file")
     data: TrainingImages = TrainingImages()
     output: str = Field(description="folder for the runs, each in a folder of its own; the same command continues them")
@@ -96,20 +114,22 @@ def ablate(
     paper's grid, scaled to the recipe; `seeds` repeats every value; `train` and `test` name images for the protocol
     knn; `overrides` changes single values of the recipe for all runs, e.g. {"trainer.epochs": 20}.
     """
-    named = {"recipe": recipe, "output": output, "train": train, "test": test}
+    named = {"kind": kind, "recipe": recipe, "output": output, "train": train, "test": test}
     plain: dict[str, Any] = {key: str(value) for key, value in named.items() if value is not None}
     plain |= {"values": list(values), "seeds": list(seeds), "data": {} if data is None else {"source": str(data)}}
-    plain["set"] = [f"{key}={json.dumps(value)}" for key, value in (overrides or {}).items()]  # JSON is YAML
-    return run_ablation(kind, validate(AblateSettings, plain, origin="ablate"))
+    plain["set"] = as_set_options(overrides or {})
+    return run_ablation(validate(AblateSettings, plain, origin="ablate"))
 
 
-def run_ablation(kind: str, settings: AblateSettings) -> AblationResult:
+def main(arguments: Sequence[str]) -> int:
+    result = run_ablation(parse(AblateSettings, "ablate", DESCRIPTION, arguments))
+    return exit_status(result.signal_number, failed=bool(result.failed))
+
+
+def run_ablation(settings: AblateSettings) -> AblationResult:
     """`ablate` with all settings in one object, as the command line gives them."""
-    for known in ABLATIONS:
-        if kind == known:
-            work = _prepare(known, settings)
-            return _plan(work) if settings.plan else _run(work)
-    raise RecipeError(f"there is no ablation {kind!r}.{closest(kind, ABLATIONS)} Known: {', '.join(ABLATIONS)}")
+    work = _prepare(settings.kind, settings)
+    return _plan(work) if settings.plan else _run(work)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +163,7 @@ def _prepare(kind: Kind, settings: AblateSettings) -> _Work:
         raise RecipeError(
             "ablate runs in one process; --plan True prints the commands to train its runs with torchrun, or on many machines"
         )
-    overrides = parse_overrides(settings.set)
+    overrides = parse_set_options(settings.set)
     images = {"data.source": settings.data.source} if settings.data.source else {}
     base = load_recipe(settings.recipe, {**overrides, **images})
     massl_settings(base)  # first: with another method nothing else need be put right
@@ -159,7 +179,7 @@ def _prepare(kind: Kind, settings: AblateSettings) -> _Work:
         overridden=overrides.keys(),
         num_images=num_images,
     )
-    require_writable(output / kind, option="output")
+    require_writable(output / kind)
     for run in grid.runs:  # one of another recipe, or in other hands, is told of now and not after hours
         with RunFolder(run.folder, run.recipe).claimed(is_writer=True):
             pass
@@ -169,11 +189,11 @@ def _prepare(kind: Kind, settings: AblateSettings) -> _Work:
         grid=grid,
         yardstick=yardstick,
         num_images=num_images,
-        console=Console(stderr=True, highlight=False),
+        console=message_console(),
     )
-    say(work.console, f"{ABLATIONS[kind].title}: {len(grid.runs)} runs of {work.ours}")
+    print_line(work.console, f"{ABLATIONS[kind].title}: {len(grid.runs)} runs of {work.ours}")
     for caution in grid.cautions:
-        say(work.console, f"caution: {caution}", style="yellow")
+        print_line(work.console, f"caution: {caution}", style="yellow")
     return work
 
 
@@ -194,7 +214,7 @@ def _run(work: _Work) -> AblationResult:
     report, signal_number = _report(work, outcomes), None
     for number, run in enumerate(runs):
         sizes = f"K={run.memory.num_rows:,}, N_b={run.memory.block_size:,}, {run.strategy} blocks, seed {run.seed}"
-        say(work.console, f"\nrun {number + 1} of {len(runs)}: {sizes}, in {run.folder}", style="bold")
+        print_line(work.console, f"\nrun {number + 1} of {len(runs)}: {sizes}, in {run.folder}", style="bold")
         outcomes[number], signal_number = _trained(run, work)
         report = _report(work, outcomes)
         _write(report, work)
@@ -212,7 +232,7 @@ def _trained(run: PlannedRun, work: _Work) -> tuple[RunOutcome, int | None]:
     try:
         result = pretrain(recipe=run.recipe, output=run.folder)
     except (TrainingStopped, torch.OutOfMemoryError) as error:
-        say(work.console, f"{run.folder}: {error}", style="red")
+        print_line(work.console, f"{run.folder}: {error}", style="red")
         return replace(planned_outcome(run), state="failed", error=str(error)), None
     if not result.finished:
         return replace(planned_outcome(run), state="unfinished"), result.signal_number
@@ -245,7 +265,7 @@ def _write(report: AblationReport, work: _Work) -> None:
     from massl.reports.ablation.plots import ablation_figure  # matplotlib: 0.7 s that no other command should wait for
     from massl.reports.comparison.plots import save_figure
 
-    command, cautions = _command(report.kind, work.settings), work.grid.cautions
+    command, cautions = command_text("ablate", work.settings, positional=["kind"]), work.grid.cautions
     save_figure(ablation_figure(report, ours=work.ours), work.folder / _NAME)
     plain = as_plain(report, command=command, ours=work.ours, cautions=cautions)
     (work.folder / f"{_NAME}.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
@@ -253,30 +273,10 @@ def _write(report: AblationReport, work: _Work) -> None:
     (work.folder / f"{_NAME}.md").write_text(page, encoding="utf-8")
 
 
-def _command(kind: Kind, settings: AblateSettings) -> str:
-    """The command that gives these settings."""
-    words = ["massl", "ablate", kind, "--recipe", settings.recipe]
-    given: dict[str, Sequence[object]] = {
-        "data.source": [settings.data.source],
-        "values": settings.values,
-        "seeds": settings.seeds,
-        "train": [settings.train or ""],
-        "test": [settings.test or ""],
-        "set": settings.set,
-        "output": [settings.output],
-    }
-    for option, values in given.items():
-        if any(value != "" for value in values):
-            words += [f"--{option}", *map(str, values)]
-    return shlex.join(words)
-
-
 def _show(report: AblationReport, work: _Work) -> None:
-    screen = Console(highlight=False)
-    if not screen.is_terminal:
-        screen.width = FILE_WIDTH
+    screen = result_console()
     table = table_of(report)
-    screen.print(as_rich(table))
+    print_table(screen, table)
     for line in (*table.footnotes, *sentences_of(report)):
-        say(screen, line)
-    say(screen, f"ablation: {work.folder / _NAME}.md, .json, .png, .svg")
+        print_line(screen, line)
+    print_line(screen, f"ablation: {work.folder / _NAME}.md, .json, .png, .svg")

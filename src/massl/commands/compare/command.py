@@ -5,35 +5,42 @@ memory shows it.
 import gc
 import json
 import os
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-import yaml
 from pydantic import Field, model_validator
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from massl.commands.arguments import exit_status, parse
 from massl.commands.compare.minutes import TrialStopped, filling, refuse_other_minutes
-from massl.commands.evaluate.command import FILE_WIDTH, require_writable, say
+from massl.commands.console import (
+    command_text,
+    message_console,
+    print_line,
+    print_table,
+    require_writable,
+    result_console,
+)
 from massl.commands.pretrain import pretrain
-from massl.commands.recipe import load_recipe
-from massl.config import MasslError, RecipeError, Settings
+from massl.commands.recipe import TrainingImages, as_set_options, load_recipe, parse_set_options
+from massl.config import MasslError, RecipeError, Settings, validate
 from massl.reports.comparison.tables import as_plain, cautions, comparison_document, comparison_table, equal_cost
 from massl.reports.run_curves import RunCurve, distinct_labels, read_run
-from massl.reports.tables import ResultsTable
 
 _NAME = "comparison"
-_WORDS = frozenset({"run", "method"})  # columns to set flush left; all others hold numbers
 
+DESCRIPTION = """Put runs side by side: k-NN accuracy, time and memory.
 
-class TrainingImages(Settings):
-    source: str = Field("", description="images to train on, as in pretrain; default: those of each recipe")
+massl compare --runs runs/a runs/b --output comparison
+massl compare --methods massl,dino,ibot --recipe demo --output runs/compare
+massl compare --recipes massl-tiny,dino-tiny --data.source photos/ --set trainer.epochs=20 --output runs/compare
+massl compare --recipes massl-tiny,dino-tiny --data.source photos/ --minutes 10 --output runs/compare
+
+The last three train first, each into a folder of its own below --output; the same command again continues. Table,
+commands and figure go to comparison.md, .json, .png and .svg."""
 
 
 class CompareSettings(Settings):
@@ -55,10 +62,8 @@ class CompareSettings(Settings):
         description="train each for this many minutes, probes not counted, instead of its epochs; a short trial tells how many",
     )
     output: str = Field(
-        "",
-        description="folder in which each recipe or method gets a run folder of its own; continued where it is there",
+        description="folder for comparison.md, .json, .png and .svg, and for the runs that are trained; the same command continues"
     )
-    out: str = Field("", description="folder for comparison.md, .json, .png and .svg; default: that of --output")
 
     @model_validator(mode="after")
     def _is_one_kind_of_comparison(self) -> Self:
@@ -74,16 +79,12 @@ class CompareSettings(Settings):
             )
         if bool(self.methods) != bool(self.recipe):
             raise ValueError("--methods and --recipe go together: the methods, and the one recipe they are trained by")
-        if self.runs and (self.output or self.set or self.data.source or self.minutes):
+        if self.runs and (self.set or self.data.source or self.minutes):
             raise ValueError(
-                "--runs are compared as they are; --output, --set, --minutes and --data.source are for --recipes and --methods"
+                "--runs are compared as they are; --set, --minutes and --data.source are for --recipes and --methods"
             )
         if self.minutes and any(item.startswith("trainer.epochs=") for item in self.set):
             raise ValueError("--minutes and --set trainer.epochs both say how long to train; give one of them")
-        if self.runs and not self.out:
-            raise ValueError("where to? Give --out FOLDER for comparison.md, .json, .png and .svg")
-        if not self.runs and not self.output:
-            raise ValueError("where to? Give --output FOLDER for the runs that are trained")
         return self
 
 
@@ -105,20 +106,39 @@ class _Training:
     overrides: Mapping[str, Any]
 
 
-def compare_runs(folders: Sequence[str | Path], *, out: str | Path) -> Comparison:
-    """Read run folders, finished or under way, and write comparison.md, .json, .png and .svg into the folder `out`.
+def compare(
+    runs: Sequence[str | Path] = (),
+    *,
+    output: str | Path,
+    recipes: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    recipe: str | Path = "",
+    data: str | Path | None = None,
+    minutes: float | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Comparison:
+    """Compare run folders, or train recipes or methods first; write comparison.md, .json, .png and .svg to `output`.
 
-    A folder that cannot be read does not lose the others: it is named in `failed`. Where none can be read, that is an
-    error.
+    Give one of `runs` (folders, finished or in progress), `recipes` (names or files) or `methods` (trained by `recipe`).
+    What is trained gets a run folder below `output`. `data` names its images, `minutes` its training time, `overrides`
+    changes values of all recipes, e.g. {"trainer.epochs": 20}. What cannot be read or trained is named in `failed`.
     """
-    return _compare([Path(folder).expanduser() for folder in folders], Path(out).expanduser(), command="", failed={})
+    plain: dict[str, Any] = {"runs": [str(run) for run in runs], "recipes": list(recipes), "methods": list(methods)}
+    plain |= {"recipe": str(recipe), "minutes": minutes, "output": str(output), "set": as_set_options(overrides or {})}
+    plain |= {} if data is None else {"data": {"source": str(data)}}
+    return run_comparison(validate(CompareSettings, plain, origin="compare"))
+
+
+def main(arguments: Sequence[str]) -> int:
+    result = run_comparison(parse(CompareSettings, "compare", DESCRIPTION, arguments))
+    return exit_status(result.signal_number, failed=bool(result.failed))
 
 
 def run_comparison(settings: CompareSettings) -> Comparison:
     """`massl compare`: train what is asked for, then compare, and show the table."""
-    out = Path(settings.out or settings.output).expanduser()
-    require_writable(out, option="out" if settings.out else "output")
-    command = _command(settings)
+    out = Path(settings.output).expanduser()
+    require_writable(out)
+    command = command_text("compare", settings)
     if settings.runs:
         comparison = _compare([Path(folder).expanduser() for folder in settings.runs], out, command=command, failed={})
     else:
@@ -137,7 +157,7 @@ def run_comparison(settings: CompareSettings) -> Comparison:
 
 
 def _trainings(settings: CompareSettings) -> list[_Training]:
-    common = parse_overrides(settings.set)
+    common = parse_set_options(settings.set)
     folder = Path(settings.output).expanduser()
     if settings.methods:
         if "method.name" in common:
@@ -152,22 +172,6 @@ def _trainings(settings: CompareSettings) -> list[_Training]:
         _Training(recipe=recipe, output=folder / name, overrides=common)
         for recipe, name in zip(recipes, names, strict=True)
     ]
-
-
-def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
-    """ "trainer.epochs=40" -> {"trainer.epochs": 40}; values are read as YAML, as in a recipe."""
-    overrides: dict[str, Any] = {}
-    for item in items:
-        key, sign, text = item.partition("=")
-        if not sign or not key:
-            raise RecipeError(f"--set {item}: expected KEY=VALUE, e.g. trainer.epochs=40")
-        if key in overrides:
-            raise RecipeError(f"--set {key} is given twice")
-        try:
-            overrides[key] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise RecipeError(f"--set {item}: the value is not valid YAML: {error}") from None
-    return overrides
 
 
 def _names(given: Sequence[str]) -> list[str]:
@@ -194,11 +198,11 @@ def _train_all(
         raise RecipeError(
             "compare trains in one process; train each recipe with torchrun -m massl pretrain, then massl compare --runs"
         )
-    screen = Console(stderr=True, highlight=False)
+    screen = message_console()
     trained: list[Path] = []
     failed: dict[str, str] = {}
     for training in trainings:
-        say(screen, f"\n{training.output.name}", style="bold")
+        print_line(screen, f"\n{training.output.name}", style="bold")
         _forget_memory_of_others()
         try:
             overrides = training.overrides if minutes is None else _overrides_filling(minutes, training, data, screen)
@@ -216,7 +220,7 @@ def _train_all(
             if result.signal_number is not None:
                 return trained, failed, result.signal_number
         if training.output.name in failed:
-            say(screen, f"{training.output.name}: {failed[training.output.name]}", style="red")
+            print_line(screen, f"{training.output.name}: {failed[training.output.name]}", style="red")
     return trained, failed, None
 
 
@@ -226,7 +230,7 @@ def _overrides_filling(minutes: float, training: _Training, data: str, screen: C
     recipe = load_recipe(training.recipe, {**training.overrides, **images})
 
     def tell(what: str) -> None:
-        say(screen, f"{training.output.name}: {what}")
+        print_line(screen, f"{training.output.name}: {what}")
 
     length = filling(minutes, recipe, run=training.output, given=training.overrides, tell=tell)
     _forget_memory_of_others()
@@ -263,7 +267,6 @@ def _compare(folders: Sequence[Path], out: Path, *, command: str, failed: Mappin
         raise MasslError(
             "there is no run to compare. " + " ".join(f"{name}: {problem}." for name, problem in problems.items())
         )
-    require_writable(out, option="out")
     comparison = Comparison(folder=out, curves=tuple(curves), cautions=cautions(curves), failed=problems)
     save_figure(comparison_figure(curves), out / _NAME)
     plain = {
@@ -278,54 +281,12 @@ def _compare(folders: Sequence[Path], out: Path, *, command: str, failed: Mappin
     return comparison
 
 
-def _command(settings: CompareSettings) -> str:
-    """The command that gives these settings."""
-    words = ["massl", "compare"]
-    given = {
-        "runs": settings.runs,
-        "recipes": settings.recipes,
-        "methods": settings.methods,
-        "recipe": [settings.recipe],
-    }
-    given |= {"minutes": [] if settings.minutes is None else [repr(settings.minutes)]}
-    given |= {
-        "data.source": [settings.data.source],
-        "set": settings.set,
-        "output": [settings.output],
-        "out": [settings.out],
-    }
-    for option, values in given.items():
-        if any(values):
-            words += [f"--{option}", *values]
-    return shlex.join(words)
-
-
 def _show(comparison: Comparison) -> None:
-    screen = Console(highlight=False)
-    if not screen.is_terminal:
-        screen.width = FILE_WIDTH
+    screen = result_console()
     table = comparison_table(comparison.curves)
-    screen.print(_as_rich(table))
+    print_table(screen, table)
     for note in table.footnotes:
-        say(screen, note, style="yellow" if note in comparison.cautions else None)
+        print_line(screen, note, style="yellow" if note in comparison.cautions else None)
     for name, problem in comparison.failed.items():
-        say(screen, f"failed: {name}. {problem}", style="red")
-    say(screen, f"comparison: {comparison.folder / _NAME}.md, .json, .png, .svg")
-
-
-def _as_rich(table: ResultsTable) -> Table:
-    """For the terminal, in the manner of reports.tables.as_rich, which is for results of protocols."""
-    shown = Table(
-        title=Text(table.title) if table.title else None,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for column in table.columns:
-        if column in _WORDS:
-            shown.add_column(column, overflow="fold")
-        else:  # a number is never broken; a long heading stands on several lines instead
-            shown.add_column(Text(column.replace(" ", "\n")), justify="right", no_wrap=True)
-    for line in table.lines:
-        shown.add_row(*(Text(cell) for cell in line))
-    return shown
+        print_line(screen, f"failed: {name}. {problem}", style="red")
+    print_line(screen, f"comparison: {comparison.folder / _NAME}.md, .json, .png, .svg")

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from massl.commands.evaluate.command import require_writable
+from massl.commands.console import require_writable
 from massl.commands.pretrain import pretrain
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import MasslError, RecipeError, flatten
 from massl.data.order import EpochOrder
 from massl.data.sources import open_source
-from massl.training.checkpoint import write_atomically
+from massl.files import write_atomically
 
 # The first interval compiles or records the step, the second may record it again (DINO's prototypes begin to move); the
 # third is measured.
@@ -48,7 +48,7 @@ def filling(
         epochs = _epochs_of_run(run)
         tell(f"the run is there: its length stays trainer.epochs {epochs}")
         return {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
-    require_writable(run.parent, option="output")
+    require_writable(run.parent)
     tell(f"a trial of {_NUM_STEPS} steps, for its speed")
     images_per_second = measured_images_per_second(recipe, name=run.name, beside=run.parent)
     steps_per_epoch = _steps_per_epoch(recipe)
@@ -148,4 +148,4 @@ def _noted(folder: Path) -> dict[str, Any]:
 def _note(run: Path, *, minutes: float, values: Mapping[str, float]) -> None:
     runs = _noted(run.parent).get("runs", {}) | {run.name: dict(values)}
     text = json.dumps({"minutes": minutes, "runs": runs}, indent=2) + "\n"
-    write_atomically(run.parent / _RECORD, lambda file: file.write(text.encode()))
+    write_atomically(run.parent / _RECORD, text)

@@ -2,36 +2,42 @@
 ours.
 """
 
-import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from massl import distributed
-from massl.commands.device import choose_device, host_threads_for
+from massl.commands.arguments import parse
+from massl.commands.console import print_line, print_table, require_writable, result_console
 from massl.commands.evaluate.jobs import Job, MissingJob, digest_of, digest_of_images, jobs_of
-from massl.commands.evaluate.settings import EvaluateSettings, ModelSettings
+from massl.commands.evaluate.settings import EvaluateSettings
+from massl.commands.model import model_on_device
 from massl.config import MasslError, changed, merge, validate
-from massl.data.evaluation.views import PUBLISHED_CROP_RATIO, whole_patches
+from massl.data.evaluation.views import PUBLISHED_CROP_RATIO
 from massl.evaluations.base import EvaluationError, Measurement
-from massl.evaluations.features import ExtractionSettings, Extractor
-from massl.evaluations.features import Progress as ProgressFunction
+from massl.evaluations.features import Extractor
 from massl.evaluations.protocols import PROTOCOLS
-from massl.evaluations.results import ResultRow, append_rows, newest, read_rows
-from massl.nn.token_readout import UnsuitableModel, patch_size
-from massl.reports.tables import as_markdown, as_rich, results_table, transfer_averages
-from massl.weights.models import LoadedModel, open_model, own_image_size
+from massl.evaluations.results import RESULTS_FILE, ResultRow, append_rows, newest, read_rows
+from massl.nn.token_readout import UnsuitableModel
+from massl.reports.tables import as_markdown, results_table, transfer_averages
+from massl.weights.models import own_image_size
 
-RESULTS_FILE, TABLE_FILE = "results.jsonl", "results.md"
-_SECONDS_BETWEEN_LINES = 60.0
-FILE_WIDTH = 160  # characters of a table that goes to a file
+TABLE_FILE = "results.md"
+
+DESCRIPTION = """Judge a model by the paper's protocols.
+
+massl evaluate runs/a --protocol knn logreg --train demo:train --test demo:test --output results
+massl evaluate runs/a --protocol knn --data CIFAR-10 Pets --data_root DATA --output results
+massl evaluate runs/a --suite paper --data_root DATA --output results
+
+Features are computed once and kept; the same command again measures only what is not there yet. Numbers go to
+OUTPUT/results.jsonl, a table with the paper's figures beside them to the screen and OUTPUT/results.md. Several GPUs:
+torchrun --nproc-per-node 4 -m massl ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,99 +65,26 @@ def evaluate(
     named by `train` and `test`, or `suite="paper"` for all whose data lie below `data_root`. `overrides` sets what else
     `massl evaluate --help` lists, e.g. {"knn.ks": [20], "precision": "bf16"}. Results are kept in the folder `output`.
     """
-    named = {"train": train, "test": test, "data_root": data_root, "output": output, "suite": suite}
+    named = {"model": model, "train": train, "test": test, "data_root": data_root, "output": output, "suite": suite}
     values: dict[str, Any] = {key: str(value) for key, value in named.items() if value is not None}
     values["protocol"] = [protocol] if isinstance(protocol, str) else list(protocol)
-    return run_evaluation(str(model), validate(EvaluateSettings, merge(values, overrides or {}), origin="evaluate"))
+    return run_evaluation(validate(EvaluateSettings, merge(values, overrides or {}), origin="evaluate"))
 
 
-def run_evaluation(model: str, settings: EvaluateSettings) -> EvaluateResult:
+def main(arguments: Sequence[str]) -> int:
+    result = run_evaluation(parse(EvaluateSettings, "evaluate", DESCRIPTION, arguments))
+    return 1 if result.failed or not result.rows else 0
+
+
+def run_evaluation(settings: EvaluateSettings) -> EvaluateResult:
     """`evaluate` with all settings in one object, as the command line gives them."""
-    with model_on_device(model, settings, cache=settings.cache_folder()) as (extractor, console):
+    with model_on_device(settings, cache=settings.cache_folder()) as (extractor, console):
         return _run(extractor, settings, Path(settings.output).expanduser(), console)
-
-
-@contextmanager
-def model_on_device(model: str, settings: ModelSettings, *, cache: Path | None) -> Iterator[tuple[Extractor, Console]]:
-    """The model, ready to read features with, and where to say things."""
-    device = choose_device(settings.device, option="device")
-    distributed.start(device.type)
-    console = Console(stderr=True, quiet=not distributed.is_main(), highlight=False)
-    with host_threads_for(device), _progress_on(console) as progress:
-        loaded = _load(model, settings)
-        loaded.backbone.to(device)
-        extraction = ExtractionSettings(**{key: getattr(settings, key) for key in ExtractionSettings.model_fields})
-        say(
-            console,
-            f"{loaded.name}: {loaded.origin}; {loaded.architecture}, {loaded.image_size} px, {settings.precision}, {device}",
-        )
-        extractor = Extractor(
-            model=loaded,
-            settings=extraction,
-            device=device,
-            cache=cache,
-            feature=settings.feature,
-            crop_ratio=settings.crop_ratio,
-            progress=progress,
-        )
-        yield extractor, console
-    # not after an error: taking the group down waits for the other processes, which may wait for this one
-    distributed.stop()
-
-
-def _load(model: str, settings: ModelSettings) -> LoadedModel:
-    loaded = open_model(model, num_heads=settings.num_heads, pretrained=settings.pretrained)
-    if settings.image_size is None:
-        return loaded
-    return replace(
-        loaded, image_size=whole_patches(settings.image_size, patch_size(loaded.backbone), option="image_size")
-    )
-
-
-def say(console: Console, text: str, *, style: str | None = None) -> None:
-    console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
-
-
-def require_writable(folder: Path, *, option: str) -> None:
-    """Make the folder; that nothing can be written there is said before the work, not after it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MasslError(
-            f"cannot make the folder {folder} ({error.strerror}); name another place with --{option}"
-        ) from None
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise MasslError(
-            f"nothing may be written in {folder}; change its permissions or name another place with --{option}"
-        )
-
-
-@contextmanager
-def _progress_on(console: Console) -> Iterator[ProgressFunction]:
-    """A bar on a terminal; elsewhere a line a minute."""
-    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-    tasks: dict[str, TaskID] = {}
-    last_said = time.monotonic()
-
-    def show(what: str, done: int, total: int) -> None:
-        nonlocal last_said
-        if not console.is_terminal and time.monotonic() - last_said > _SECONDS_BETWEEN_LINES:
-            last_said = time.monotonic()
-            say(console, f"{what}: {min(done, total):,} of {total:,}")
-        if what not in tasks:
-            for task in tasks.values():
-                bar.update(task, visible=False)
-            tasks[what] = bar.add_task(what, total=total)
-        bar.update(tasks[what], completed=min(done, total), total=total, visible=done < total)
-
-    with bar:
-        yield show
 
 
 def _run(extractor: Extractor, settings: EvaluateSettings, folder: Path, console: Console) -> EvaluateResult:
     jobs, missing = jobs_of(settings)
-    require_writable(folder, option="output")
+    require_writable(folder)
     path = folder / RESULTS_FILE
     before = read_rows(path)
     distributed.barrier()  # all processes have read the same rows before one adds to them
@@ -169,7 +102,7 @@ def _run(extractor: Extractor, settings: EvaluateSettings, folder: Path, console
                     f"{job.title}: {error}. Results so far are kept; the same command continues"
                 ) from error
             failed[job.title] = str(error)
-            say(console, f"{job.title}: {error}", style="red")
+            print_line(console, f"{job.title}: {error}", style="red")
     rows = read_rows(path)
     asked_for = newest(row for row in rows if row.run in runs)
     if distributed.is_main():
@@ -187,7 +120,7 @@ def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRo
     doubts: list[str] = []
     data = job.open(job.output_in(folder), doubts.append)
     for doubt in doubts:
-        say(console, f"{job.title}: {doubt}", style="yellow")
+        print_line(console, f"{job.title}: {doubt}", style="yellow")
     entry = PROTOCOLS[job.protocol]
     if not entry.sees_centre:
         # changes nothing there, and so is not to be seen in results
@@ -204,14 +137,16 @@ def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRo
     )
     is_new = all(row.run != run for row in before)
     if not distributed.largest_over_ranks(int(is_new), extractor.device):  # new for one process: all take part
-        say(console, f"{job.title}: measured before, see {folder / RESULTS_FILE}; --again True measures it anew")
+        print_line(console, f"{job.title}: measured before, see {folder / RESULTS_FILE}; --again True measures it anew")
         return run
     began = time.perf_counter()
     remarks = [*_remarks(extractor), *changed(job.settings, besides=entry.named)]
     remarks += ["other images than published"] if doubts else []
     if data.train is not None and data.test is not None and data.train.fingerprint() == data.test.fingerprint():
         remarks.append("tested on the training images")
-        say(console, f"{job.title}: the training images are the test images, so this measures nothing", style="yellow")
+        print_line(
+            console, f"{job.title}: the training images are the test images, so this measures nothing", style="yellow"
+        )
     measurements = [_labelled(found, remarks) for found in entry.measure(extractor, data, job.settings)]
     seconds = time.perf_counter() - began
     if distributed.is_main():
@@ -233,7 +168,7 @@ def _measure(job: Job, extractor: Extractor, folder: Path, before: list[ResultRo
         append_rows(folder / RESULTS_FILE, rows)
         _write_table(newest(read_rows(folder / RESULTS_FILE)), folder)
     distributed.barrier()
-    say(console, f"{job.title}: {len(measurements)} numbers in {seconds:.1f} s", style="green")
+    print_line(console, f"{job.title}: {len(measurements)} numbers in {seconds:.1f} s", style="green")
     return run
 
 
@@ -262,22 +197,23 @@ def _labelled(found: Measurement, remarks: list[str]) -> Measurement:
 def _report(rows: list[ResultRow], missing: list[MissingJob], failed: Mapping[str, str], folder: Path) -> None:
     """What was asked for, on the screen."""
     plain = _told_apart(rows)
-    screen = Console(highlight=False)
-    if not screen.is_terminal:
-        screen.width = FILE_WIDTH
+    screen = result_console()
     if plain:
-        screen.print(as_rich(results_table([*plain, *transfer_averages(plain)])))
+        table = results_table([*plain, *transfer_averages(plain)])
+        print_table(screen, table)
+        for note in table.footnotes:
+            print_line(screen, note)
     for job in missing:
-        say(screen, f"not measured: {job.title}. {job.lacks}")
+        print_line(screen, f"not measured: {job.title}. {job.lacks}")
     for title, error in failed.items():
-        say(screen, f"failed: {title}. {error}", style="red")
+        print_line(screen, f"failed: {title}. {error}", style="red")
     if missing:
-        say(
+        print_line(
             screen,
             f"measured {len({(row.protocol, row.data) for row in rows})}, missing {len(missing)}, failed {len(failed)}",
         )
     if plain:
-        say(screen, f"results: {folder / RESULTS_FILE}, {folder / TABLE_FILE}")
+        print_line(screen, f"results: {folder / RESULTS_FILE}, {folder / TABLE_FILE}")
 
 
 def _told_apart(rows: list[ResultRow]) -> list[dict[str, Any]]:

@@ -5,10 +5,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from massl.commands.model import ModelSettings
 from massl.config import Settings, closest
-from massl.data.evaluation.views import PUBLISHED_CROP_RATIO
-from massl.evaluations.features import ExtractionSettings
-from massl.evaluations.named_features import FEATURES
 from massl.evaluations.protocols import PROTOCOLS
 from massl.evaluations.protocols.attention import AttentionSettings
 from massl.evaluations.protocols.backgrounds import BackgroundsSettings
@@ -24,33 +22,6 @@ from massl.evaluations.protocols.low_shot import LowShotSettings
 from massl.evaluations.protocols.retrieval import RetrievalSettings
 
 NO_CACHE = "none"
-
-
-class ModelSettings(ExtractionSettings):
-    """How the model is opened and fed, for all commands that take one."""
-
-    feature: str | None = Field(
-        None,
-        description="read this instead of what the protocol names. "
-        + "; ".join(f"{name}: {kind.summary}" for name, kind in FEATURES.items()),
-    )
-    image_size: int | None = Field(
-        None, gt=0, description="side of the views in pixels; default: what the model was made for"
-    )
-    crop_ratio: float = Field(
-        PUBLISHED_CROP_RATIO,
-        gt=0,
-        le=1,
-        description="centre crop / shorter side (224 / 256 as published); 1 for images as small as 32 px",
-    )
-    num_heads: int | None = Field(
-        None, gt=0, description="attention heads of a weights file whose layout does not tell (MoCo-v3: 12)"
-    )
-    pretrained: bool | None = Field(
-        None,
-        description="of timm names: load timm's weights; default: where the name has a tag, as in vit_small_patch16_224.dino",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
 
 
 class EvaluateSettings(ModelSettings):

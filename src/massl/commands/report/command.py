@@ -1,24 +1,24 @@
 """Run folders and ablations as one HTML page that needs nothing but a browser."""
 
 import itertools
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+import tyro
 from pydantic import Field, model_validator
-from rich.console import Console
 
-from massl.commands.evaluate.command import RESULTS_FILE, say
+from massl.commands.arguments import parse
+from massl.commands.console import command_text, message_console, print_line
 from massl.commands.recipe import load_recipe, shipped_recipes
 from massl.commands.report.figure_model import Device
 from massl.commands.report.figures import figures_of
 from massl.commands.report.files import require_page_file, runs_of_comparison, write_page
 from massl.config import MasslError, Settings, flatten, validate
 from massl.evaluations.base import EvaluationError
-from massl.evaluations.results import ResultRow, newest, read_rows
+from massl.evaluations.results import RESULTS_FILE, ResultRow, newest, read_rows
 from massl.reports.page.assembly import report_page
 from massl.reports.page.section import Section
 from massl.reports.page.sections.ablations import ablation_files, ablations_section
@@ -33,9 +33,18 @@ from massl.reports.tables import transfer_averages
 _LARGE_MIB = 10  # more is slow on a telephone and too much for many mail boxes
 
 
+DESCRIPTION = """Put runs, their results and pictures on one HTML page that needs nothing but a browser.
+
+massl report runs/a --output report.html
+massl report runs/a runs/b runs/ablation --results results --output report.html --no-figures"""
+
+
 class ReportSettings(Settings):
     """What goes into the page, and where the page goes."""
 
+    runs: tyro.conf.Positional[tuple[str, ...]] = Field(
+        description="folders of runs (massl pretrain), finished or under way, and of ablations (massl ablate)"
+    )
     output: str = Field(description="the HTML file; a page that is there is replaced, any other file refused")
     results: tuple[str, ...] = Field(
         (), description="folders of massl evaluate; besides those below the runs' own folders"
@@ -89,28 +98,33 @@ def report(
     }
     plain |= {} if data is None else {"data": str(data)}
     plain |= {} if data_set is None else {"data_set": data_set}
-    return run_report([str(run) for run in runs], validate(ReportSettings, plain, origin="report"))
+    return run_report(validate(ReportSettings, plain, origin="report"))
 
 
-def run_report(folders: Sequence[str], settings: ReportSettings) -> Report:
+def main(arguments: Sequence[str]) -> int:
+    print(run_report(parse(ReportSettings, "report", DESCRIPTION, arguments, has_flags=True)).file.absolute().as_uri())
+    return 0
+
+
+def run_report(settings: ReportSettings) -> Report:
     """`massl report`: read everything first, so that what is wrong is told before the figures are drawn."""
-    console = Console(stderr=True, highlight=False)
+    console = message_console()
     file = Path(settings.output).expanduser()
     require_page_file(file)
     require_known(settings.data_set)
-    runs, ablations = _read(folders)
+    runs, ablations = _read(settings.runs)
     for run in runs:
         for remark in run.remarks:
-            say(console, f"{run.label}: {remark}", style="yellow")
-    command = _command(folders, settings)
+            print_line(console, f"{run.label}: {remark}", style="yellow")
+    command = command_text("report", settings, positional=["runs"])
     sections = _sections(runs, ablations, settings, command)
     page = report_page(runs, sections, title=_title(runs, ablations), created=datetime.now(UTC))
     encoded = page.encode("utf-8", errors="backslashreplace")  # names of files need not be UTF-8
     write_page(file, encoded)
     mebibytes = len(encoded) / 2**20
-    say(console, f"{mebibytes:.1f} MiB")
+    print_line(console, f"{mebibytes:.1f} MiB")
     if mebibytes > _LARGE_MIB:
-        say(console, "a large page: fewer runs make it smaller, or --no-figures", style="yellow")
+        print_line(console, "a large page: fewer runs make it smaller, or --no-figures", style="yellow")
     return Report(file=file, runs=tuple(runs), num_ablations=len(ablations))
 
 
@@ -218,14 +232,3 @@ def _settings_of(recipe: str, method: str) -> dict[str, Any]:
         return flatten(load_recipe(recipe, {"method.name": method}))
     except MasslError:
         return {}
-
-
-def _command(folders: Sequence[str], settings: ReportSettings) -> str:
-    """The command that makes this page."""
-    words = ["massl", "report", *folders, "--output", settings.output]
-    words += ["--results", *settings.results] if settings.results else []
-    words += [] if settings.data_set is None else ["--data_set", settings.data_set]
-    words += [] if settings.figures else ["--no-figures"]
-    words += [] if settings.data is None else ["--data", settings.data]
-    words += [] if settings.device == "auto" else ["--device", settings.device]
-    return shlex.join(words)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from massl import keyed_random
-from massl.commands.evaluate.command import model_on_device
-from massl.commands.evaluate.settings import ModelSettings
+from massl.commands.model import ModelSettings, model_on_device
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.visualize import nearest_rows
 from massl.config import read_yaml, validate
@@ -127,8 +126,10 @@ def opened_subject(folder: Path, *, data: str | None, device: Device, num_images
     """The run's backbone on its device, seeing images as its probe does."""
     recipe = validate(PretrainRecipe, read_yaml(folder / "recipe.yaml"), origin=str(folder / "recipe.yaml"))
     sample = choose_sample(recipe, data, num_images=num_images)
-    settings = ModelSettings(device=device, image_size=recipe.views.global_size, crop_ratio=recipe.probes.crop_ratio)
-    with model_on_device(str(folder), settings, cache=None) as (extractor, _):
+    settings = ModelSettings(
+        model=str(folder), device=device, image_size=recipe.views.global_size, crop_ratio=recipe.probes.crop_ratio
+    )
+    with model_on_device(settings, cache=None) as (extractor, _):
         yield FigureSubject(
             extractor=extractor,
             sample=sample,

@@ -1,14 +1,14 @@
 """The file of a report, and the run folders of a comparison that may be named for it."""
 
-import contextlib
 import json
 import os
 import stat
 from pathlib import Path
 from typing import Any
 
-from massl.commands.evaluate.command import require_writable
+from massl.commands.console import require_writable
 from massl.config import MasslError
+from massl.files import write_atomically
 
 _PAGE_BEGINS = b"<!doctype html"
 
@@ -17,11 +17,11 @@ def require_page_file(file: Path) -> None:
     """Refuse what cannot be written, or is there and no page, before the work is done."""
     if _is_folder(file):
         raise MasslError(f"{file} is a folder; name a file with --output, e.g. {file / 'report.html'}")
-    require_writable(file.absolute().parent, option="output")
+    require_writable(file.absolute().parent)
     try:
         begins = _beginning(file)
-        _partial(file).touch()
-        _partial(file).unlink()
+        (probe := file.with_name(f".massl-report-{os.getpid()}")).touch()  # only a try tells whether it can be written
+        probe.unlink()
     except OSError as error:
         raise _cannot_write(file, error) from None
     if begins not in (b"", _PAGE_BEGINS):
@@ -50,21 +50,10 @@ def _beginning(file: Path) -> bytes:
 
 
 def write_page(file: Path, page: bytes) -> None:
-    """Whole or not at all."""
-    partial = _partial(file)
     try:
-        partial.write_bytes(page)
-        partial.replace(file)
+        write_atomically(file, page)
     except OSError as error:
         raise _cannot_write(file, error) from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-
-
-def _partial(file: Path) -> Path:
-    # not with the file's name in it, which may be as long as one can be
-    return file.with_name(f".massl-report-{os.getpid()}.partial")
 
 
 def _cannot_write(file: Path, error: OSError) -> MasslError:

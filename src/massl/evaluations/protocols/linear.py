@@ -7,7 +7,6 @@ choice gains. Beside it stand numbers whose rate, or rate and epoch, was chosen 
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +44,7 @@ from massl.evaluations.protocols.linear_training import (
     TrainingRows,
     kept_crops,
 )
+from massl.files import replacing
 
 HEAD_FILE = "linear_head.safetensors"
 CURVE_FILE = "linear_curve.json"
@@ -285,9 +285,8 @@ def save_head(path: Path, trained: TrainedHeads, probe: LinearProbe, *, class_na
         "remark": "".join(f", {change}" for change in changed(probe.settings, besides=("seed", "held_out")))
         + probe.feature_remark,
     }
-    unfinished = path.with_suffix(f".{os.getpid()}.unfinished")  # another evaluation may share the folder
-    safetensors.torch.save_file({"weight": head.weights, "bias": head.bias}, unfinished, metadata=metadata)
-    unfinished.replace(path)
+    with replacing(path) as partial:
+        safetensors.torch.save_file({"weight": head.weights, "bias": head.bias}, partial, metadata=metadata)
 
 
 def load_head(path: Path) -> SavedHead:

@@ -23,6 +23,7 @@ from massl.data.evaluation.views import RandomCropView
 from massl.data.sources.base import ImageSource
 from massl.evaluations.base import EvaluationError, LabelledFeatures
 from massl.evaluations.features import Extractor
+from massl.files import replacing
 from massl.ops.scoring.linear_heads import LinearHeads, count_correct, matrix_products, new_heads, sgd_step_
 
 PUBLISHED = "best over rates and epochs (as published)"
@@ -315,9 +316,8 @@ class Sweep:
             tensors |= vars(self._heads)
         chosen = {selection: [head.rate_index, head.epoch] for selection, head in self._chosen.items()}
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self._file.with_suffix(".unfinished")
-        safetensors.torch.save_file(tensors, unfinished, metadata={"chosen": json.dumps(chosen)})
-        unfinished.replace(self._file)  # whole or not at all
+        with replacing(self._file) as partial:
+            safetensors.torch.save_file(tensors, partial, metadata={"chosen": json.dumps(chosen)})
 
     def _restore(self) -> None:
         # missing for one process: all start anew

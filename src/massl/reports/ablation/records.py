@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from massl.reports.published.paper import PaperFigure, paper_tables
 from massl.reports.tables import ResultsTable
 
@@ -235,6 +231,7 @@ def table_of(report: AblationReport) -> ResultsTable:
         columns=tuple(shown),
         lines=tuple(zip(*shown.values(), strict=True)),
         footnotes=(*(f"{mark} {note}" for note, mark in marks.items()), *failures),
+        text_columns=_WORDS,
     )
 
 
@@ -290,16 +287,3 @@ def _figure_text(figure: PaperFigure, marks: dict[str, str]) -> str:
     """The paper's number with the marks of its notes, which are explained below the table."""
     own = [marks.setdefault(note, f"[{len(marks) + 1}]") for note in figure.notes]
     return " ".join([f"{figure.value:.1f}", *own])
-
-
-def as_rich(table: ResultsTable) -> Table:
-    """For the terminal."""
-    shown = Table(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in table.columns:
-        if column in _WORDS:
-            shown.add_column(column, overflow="fold")
-        else:  # a number is never broken; a long heading stands on several lines instead
-            shown.add_column(Text(column.replace(" ", "\n")), justify="right", no_wrap=True)
-    for line in table.lines:
-        shown.add_row(*(Text(cell) for cell in line))
-    return shown

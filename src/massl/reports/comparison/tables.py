@@ -50,6 +50,7 @@ _ABOUT_THE_PAPER = (
     "in GB."
 )
 _BASE_METHOD = "massl"  # what ratios are to, where there is a run of it
+_TEXT_COLUMNS = frozenset({"run", "method"})  # left-aligned; all others hold numbers
 
 
 def differing_settings(curves: Sequence[RunCurve]) -> dict[str, dict[str, Any]]:
@@ -148,7 +149,13 @@ def comparison_table(curves: Sequence[RunCurve]) -> ResultsTable:
         f"{_UNKNOWN}: none yet in training",
     ]
     footnotes = (*(notes if has_ratios else ()), *cautions(curves))
-    return ResultsTable(title=shared_by(curves), columns=tuple(columns), lines=tuple(lines), footnotes=footnotes)
+    return ResultsTable(
+        title=shared_by(curves),
+        columns=tuple(columns),
+        lines=tuple(lines),
+        footnotes=footnotes,
+        text_columns=_TEXT_COLUMNS,
+    )
 
 
 def equal_cost(curves: Sequence[RunCurve]) -> dict[str, Any]:
@@ -183,6 +190,7 @@ def paper_time_table() -> ResultsTable:
             *dict.fromkeys(note for row in published.rows for figure in row.figures if figure for note in figure.notes),
             *published.remarks,
         ),
+        text_columns=_TEXT_COLUMNS,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from massl.cli import parse_pretrain
 from massl.commands.ablate.command import AblateSettings, AblationResult, ablate, run_ablation
-from massl.commands.ablate.command import command as ablate_module
+from massl.commands.ablate import command as ablate_module
 from massl.commands.ablate.grids import Grid, massl_settings, plan_grid
 from massl.commands.ablate.outcomes import choose_yardstick
 from massl.commands.pretrain import PretrainResult

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from massl.commands.compare.command import CompareSettings, compare_runs, parse_overrides, run_comparison
-from massl.commands.compare.command import command as compare
+from massl.commands.compare import command as compare
 from massl.commands.pretrain import PretrainResult
 from massl.config import MasslError, RecipeError, merge
 from massl.reports.comparison import plots as training_plots

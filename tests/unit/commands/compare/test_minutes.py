@@ -9,8 +9,8 @@ import yaml
 from pydantic import ValidationError
 
 from massl.commands.compare.command import CompareSettings, run_comparison
-from massl.commands.compare.command import command as compare
-from massl.commands.compare.command import minutes as compare_minutes
+from massl.commands.compare import command as compare
+from massl.commands.compare import minutes as compare_minutes
 from massl.commands.compare.minutes import TrialStopped, filling, measured_images_per_second, refuse_other_minutes
 from massl.commands.pretrain import PretrainResult
 from massl.commands.recipe import PretrainRecipe, load_recipe

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from massl.commands.recipe import load_recipe
-from massl.commands.report.command import figures as report_figures
+from massl.commands.report import figures as report_figures
 from massl.commands.report.figure_model import choose_sample, opened_subject
 from massl.commands.report.figures import KINDS, figures_of
 from massl.config import to_yaml

@@ -8,7 +8,7 @@ from massl.reports.comparison.tables import paper_time_table
 from massl.reports.page.section import Section
 from massl.reports.page.tables import PageTable, page_table, table_markup
 from massl.reports.page.templates import rendered
-from massl.reports.tables import ResultsTable, Row, results_table
+from massl.reports.tables import Row, results_table
 
 _COMPARED = ("MaSSL", "iBOT", "DINO")  # whose figures of the paper stand beside ours
 _WORDS = ("model", "protocol", "data", "setting", "metric")
@@ -36,9 +36,7 @@ def tables_by_protocol(rows: Sequence[Row]) -> Mapping[str, PageTable]:
     tables = {}
     for protocol in dict.fromkeys(line[place] for line in whole.lines):
         lines = tuple(line for line in whole.lines if line[place] == protocol)
-        part = ResultsTable(
-            title=whole.title, columns=whole.columns, lines=lines, footnotes=_notes_of(lines, whole.footnotes)
-        )
+        part = replace(whole, lines=lines, footnotes=_notes_of(lines, whole.footnotes))
         tables[protocol] = replace(page_table(part, words=_WORDS, without=("protocol",)), caption=whole.title)
     return tables
 

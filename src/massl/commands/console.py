@@ -1,0 +1,90 @@
+"""What commands print: plain lines, tables, and the command that repeats a result."""
+
+import os
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from massl.config import MasslError, Settings
+from massl.reports.tables import ResultsTable
+
+_FILE_WIDTH = 160  # columns of a table that is piped to a file
+
+
+def message_console(*, quiet: bool = False) -> Console:
+    """Standard error: progress and remarks."""
+    return Console(stderr=True, quiet=quiet, highlight=False)
+
+
+def result_console() -> Console:
+    """Standard output: the result itself."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    return console
+
+
+def print_line(console: Console, text: str, *, style: str | None = None) -> None:
+    """Print text as it is: rich neither wraps it nor reads [brackets] and :colons: in it."""
+    console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
+
+
+def print_table(console: Console, table: ResultsTable) -> None:
+    """Print a table. Long words are folded, never cut; a long heading stands on several lines."""
+    shown = Table(
+        title=Text(table.title) if table.title else None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for column in table.columns:
+        if column in table.text_columns:
+            shown.add_column(column, overflow="fold")
+        else:
+            shown.add_column(Text(column.replace(" ", "\n")), justify="right", no_wrap=True)
+    groups = [line[table.columns.index(table.group_by)] if table.group_by else "" for line in table.lines]
+    for line, group, following in zip(table.lines, groups, [*groups[1:], *groups[-1:]], strict=True):
+        shown.add_row(*(Text(cell) for cell in line), end_section=group != following)
+    console.print(shown)
+
+
+def require_writable(folder: Path, *, option: str = "output") -> None:
+    """Make the folder. Raise before the work starts if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MasslError(f"cannot make the folder {folder} ({error.strerror}); choose another --{option}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise MasslError(f"cannot write to {folder}; change its permissions or choose another --{option}")
+
+
+def command_text(command: str, settings: Settings, *, positional: Iterable[str] = ()) -> str:
+    """The command line that gives these settings; options at their default are left out."""
+    words = ["massl", command]
+    for key, value in _changed_options(settings):
+        if key in positional:
+            words += _as_words(value)
+    for key, value in _changed_options(settings):
+        if key not in positional:
+            words += [f"--{key}", *_as_words(value)]
+    return shlex.join(words)
+
+
+def _changed_options(settings: Settings, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, field in type(settings).model_fields.items():
+        value, default = getattr(settings, name), field.get_default(call_default_factory=True)
+        if isinstance(value, Settings):
+            yield from _changed_options(value, f"{prefix}{name}.")
+        elif default is PydanticUndefined or value != default:
+            yield prefix + name, value
+
+
+def _as_words(value: Any) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, tuple | list) else [str(value)]

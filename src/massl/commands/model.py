@@ -1,0 +1,107 @@
+"""Opening a model on a device to compute features: settings and set-up shared by all commands that take a model."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from massl import distributed
+from massl.commands.arguments import ModelName
+from massl.commands.console import message_console, print_line
+from massl.commands.device import choose_device, host_threads_for
+from massl.data.evaluation.views import PUBLISHED_CROP_RATIO, whole_patches
+from massl.evaluations.features import ExtractionSettings, Extractor
+from massl.evaluations.features import Progress as ProgressFunction
+from massl.evaluations.named_features import FEATURES
+from massl.nn.token_readout import patch_size
+from massl.weights.models import open_model
+
+_SECONDS_BETWEEN_LINES = 60.0
+
+
+class ModelSettings(ExtractionSettings):
+    """How the model is opened and fed, for all commands that take one."""
+
+    model: ModelName
+    feature: str | None = Field(
+        None,
+        description="read this instead of what the protocol names. "
+        + "; ".join(f"{name}: {feature.summary}" for name, feature in FEATURES.items()),
+    )
+    image_size: int | None = Field(
+        None, gt=0, description="side of the views in pixels; default: what the model was made for"
+    )
+    crop_ratio: float = Field(
+        PUBLISHED_CROP_RATIO,
+        gt=0,
+        le=1,
+        description="centre crop / shorter side (224 / 256 as published); 1 for images as small as 32 px",
+    )
+    num_heads: int | None = Field(
+        None, gt=0, description="attention heads of a weights file whose layout does not tell (MoCo-v3: 12)"
+    )
+    pretrained: bool | None = Field(
+        None,
+        description="of timm names: load timm's weights; default: where the name has a tag, as in "
+        "vit_small_patch16_224.dino",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
+
+
+@contextmanager
+def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[tuple[Extractor, Console]]:
+    """The model, ready to extract features, and the console for messages. `cache`: folder that keeps features."""
+    device = choose_device(settings.device, option="device")
+    distributed.start(device.type)
+    console = message_console(quiet=not distributed.is_main())
+    with host_threads_for(device), _progress_on(console) as progress:
+        model = open_model(settings.model, num_heads=settings.num_heads, pretrained=settings.pretrained)
+        if settings.image_size is not None:
+            size = whole_patches(settings.image_size, patch_size(model.backbone), option="image_size")
+            model = replace(model, image_size=size)
+        model.backbone.to(device)
+        about = f"{model.architecture}, {model.image_size} px, {settings.precision}, {device}"
+        print_line(console, f"{model.name}: {model.origin}; {about}")
+        yield (
+            Extractor(
+                model=model,
+                settings=ExtractionSettings(**{key: getattr(settings, key) for key in ExtractionSettings.model_fields}),
+                device=device,
+                cache=cache,
+                feature=settings.feature,
+                crop_ratio=settings.crop_ratio,
+                progress=progress,
+            ),
+            console,
+        )
+    # Not after an error: stopping the process group waits for the other processes, which may wait for this one.
+    distributed.stop()
+
+
+@contextmanager
+def _progress_on(console: Console) -> Iterator[ProgressFunction]:
+    """A progress bar on a terminal; elsewhere one line a minute."""
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    tasks: dict[str, TaskID] = {}
+    last_line = time.monotonic()
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal last_line
+        if not console.is_terminal and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
+            last_line = time.monotonic()
+            print_line(console, f"{what}: {min(done, total):,} of {total:,}")
+        if what not in tasks:
+            for task in tasks.values():
+                bar.update(task, visible=False)
+            tasks[what] = bar.add_task(what, total=total)
+        bar.update(tasks[what], completed=min(done, total), total=total, visible=done < total)
+
+    with bar:
+        yield show
