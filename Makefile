@@ -43,7 +43,7 @@ test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not gpu"
 
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -p no:xdist -m gpu
+	PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) -m pytest -p no:xdist -m gpu tests/unit
 
 docs: $(STAMP)
 	$(BIN)/python -m mkdocs build --strict

@@ -9,7 +9,7 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The tensors here are tiny: more threads only wait for each other (a suite of 60 s on two busy cores instead of 7 s), and
+# Tensors here are tiny: more threads only wait for each other (60 s instead of 7 s for a suite on two busy cores), and
 # pytest-xdist keeps every core busy already. The environment is for its workers and for processes that tests start.
 torch.set_num_threads(1)
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

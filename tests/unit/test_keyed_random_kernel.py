@@ -17,7 +17,6 @@ INT64 = st.one_of(
     st.sampled_from([2**31 - 1, 2**31, 2**32 - 1, 2**32, -(2**31), -(2**32), -(2**63), 2**63 - 1, 1 << 40]),
 )
 PLAIN = st.one_of(st.none(), INT64)
-needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 
 
 def assert_equal_bits(*key: keyed_random.KeyPart) -> None:
@@ -32,12 +31,14 @@ def assert_equal_bits(*key: keyed_random.KeyPart) -> None:
     assert torch.equal(uniform.cpu(), keyed_random.uniform(*on_cpu))
 
 
+@pytest.mark.kernel
 @given(st.lists(INT64, max_size=2), st.lists(INT64, min_size=1, max_size=4), PLAIN)
 @example([], [0], None)
 def test_a_list_of_keys(prefix: list[int], items: list[int], plain: int | None) -> None:
     assert_equal_bits(*prefix, torch.tensor(items), *([] if plain is None else [plain]))
 
 
+@pytest.mark.kernel
 @given(
     INT64, INT64, PLAIN, st.lists(INT64, min_size=1, max_size=3), PLAIN, st.lists(INT64, min_size=1, max_size=3), PLAIN
 )
@@ -64,6 +65,7 @@ def test_three_tensors_that_broadcast_with_integers_between(
     assert_equal_bits(*(part for part in key if part is not None))
 
 
+@pytest.mark.kernel
 def test_tensors_of_any_strides_and_more_keys_than_one_program_draws() -> None:
     table = torch.arange(7 * 11 * 13).view(7, 11, 13) * 2**29
     assert_equal_bits(3, table, "a", table.flip(0)[:, :1], table[2, ::2][:1] - 2**40)
@@ -72,6 +74,7 @@ def test_tensors_of_any_strides_and_more_keys_than_one_program_draws() -> None:
     assert_equal_bits(3, torch.tensor(-1), torch.arange(0))
 
 
+@pytest.mark.kernel
 def test_the_keys_of_a_training_step() -> None:
     step = torch.tensor(1234)
     images, views = torch.arange(5, 21)[None, :], torch.arange(8)[:, None]
@@ -81,6 +84,7 @@ def test_the_keys_of_a_training_step() -> None:
     assert_equal_bits("drop path", torch.arange(24)[:, None], keys.flatten()[None, :])
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize(
     ("parts", "fits"),
     [
@@ -98,7 +102,7 @@ def test_other_keys_are_left_to_tensor_operations(parts: list[int], fits: bool) 
     assert not keyed_random._fits_kernel(tensors, "cpu")
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_what_is_drawn_on_a_gpu_is_what_is_drawn_on_the_cpu() -> None:
     items = torch.arange(3000)
     for key in [
@@ -119,7 +123,7 @@ def test_what_is_drawn_on_a_gpu_is_what_is_drawn_on_the_cpu() -> None:
     assert torch.equal(order.cpu(), keyed_random.permutation(1000, (3, 5), "memory blocks"))
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_recorded_draw_follows_the_step() -> None:
     step, items = torch.zeros((), dtype=torch.int64, device=DEVICE), torch.arange(100, device=DEVICE)
     keyed_random.bits(1, step, "a", items)

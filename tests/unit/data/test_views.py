@@ -277,6 +277,7 @@ def assert_same_but_for_rounding(views: ViewBatch, expected: ViewBatch, settings
         assert float(in_levels.mean()) < 0.1
 
 
+@pytest.mark.kernel
 @pytest.mark.parametrize("blur_sigma", [(0.1, 2.0), (1.0, 9.0)])  # the second is too wide for the kernel
 def test_views_by_kernels_equal_those_of_image_ops(
     blur_sigma: tuple[float, float], monkeypatch: pytest.MonkeyPatch
@@ -295,7 +296,7 @@ def test_views_by_kernels_equal_those_of_image_ops(
         assert torch.equal(moved.global_views[:, 0], views.global_views[:, 2])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_views_on_a_gpu_equal_those_on_the_cpu_and_never_wait_for_it() -> None:
     settings = ViewSettings(num_local=4)
     images = RaggedImages.from_list([image_of(300 + 40 * seed, 500, seed) for seed in range(8)])

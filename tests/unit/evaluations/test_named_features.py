@@ -183,7 +183,7 @@ def test_narrow_numbers_give_nearly_the_same_features_in_float32(backbone: Backb
     assert float(cosine_similarity(wide, narrow).min()) > 0.99
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("feature", sorted(FEATURES))
 def test_a_gpu_gives_the_features_of_the_cpu_in_both_precisions(feature: str) -> None:
     arguments = {**VIT, "embed_dim": 128}

@@ -78,6 +78,7 @@ def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int]) -> None:
         PatchDecoder(DecoderSettings(**sizes), in_dim=8, out_dim=6, grid=(3, 3))
 
 
+@pytest.mark.kernel
 @pytest.mark.usefixtures("norm_gradients_in_large_steps")
 @pytest.mark.parametrize("memory_lean", [False, True])
 def test_blocks_and_norm_by_kernels_are_those_of_the_plain_path(memory_lean: bool) -> None:

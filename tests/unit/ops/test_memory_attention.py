@@ -326,7 +326,7 @@ def test_temperatures_must_be_positive(student_temperature: float, teacher_tempe
         )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_the_loss_is_that_of_the_cpu(dtype: torch.dtype) -> None:
     inputs = world(12, 2, 16, 256, 4, 512)
@@ -345,7 +345,7 @@ def test_on_a_gpu_the_loss_is_that_of_the_cpu(dtype: torch.dtype) -> None:
     assert (gradient_on_gpu.cpu() - gradient).norm() < (1e-3 if dtype == torch.float32 else 0.03) * gradient.norm()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize(
     ("num_blocks", "block_size", "num_parts"),
@@ -354,7 +354,7 @@ def test_on_a_gpu_the_loss_is_that_of_the_cpu(dtype: torch.dtype) -> None:
 def test_on_a_gpu_attention_over_parts_of_blocks_gives_the_loss_and_the_gradient_of_the_reference(
     num_blocks: int, block_size: int, num_parts: int, dim: int
 ) -> None:
-    """Temperatures that are powers of two and embeddings rounded beforehand: what is left is the error of the kernels."""
+    """Temperatures are powers of two and embeddings rounded beforehand, which leaves the error of the kernels."""
     student, teacher, blocks = (tensor.bfloat16().float() for tensor in world(4, 2, 10, dim, num_blocks, block_size))
     assert memory_attention._parts_of_block(6 * 10, num_blocks, block_size) == num_parts
     doubles = (student.double(), teacher.double(), blocks.double())

@@ -147,7 +147,7 @@ def test_autocast_has_no_say() -> None:
     assert torch.equal(result[1], expected[1])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_computes_the_same(dtype: torch.dtype) -> None:
     student, teacher, student_blocks, teacher_blocks = inputs(views=8, images=32, dim=64, blocks=4, size=64, length=0.3)

@@ -509,7 +509,7 @@ def test_operands_of_other_types_are_refused(dtype: torch.dtype) -> None:
         loss_of(world(), operand_dtype=dtype)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("max_logits", [1 << 26, 1 << 15])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
 def test_on_a_gpu_value_and_gradients_are_those_of_the_reference(
@@ -523,7 +523,7 @@ def test_on_a_gpu_value_and_gradients_are_those_of_the_reference(
         assert (result.cpu() - true).norm() < tolerance * true.norm()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_the_loss_can_be_recorded_and_replayed_with_another_temperature(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,4 +1,4 @@
-"""A step that is recorded and replayed against the same step run operation by operation, its slow truth: bit for bit."""
+"""A recorded and replayed step equals the same step run operation by operation, bit for bit."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ from massl.training.graphed_step import GraphedStep, HyperOnDevice
 from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.step import TrainingStep
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 NUM_STEPS = 8  # three ordinary ones, one that is recorded, four replays
 PART_SIZE = 8

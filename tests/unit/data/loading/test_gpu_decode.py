@@ -18,8 +18,6 @@ from massl.data.loading.gpu_decode import jpeg_decoder, suits_gpu
 from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.sources.base import EncodedImage
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 def picture(index: int) -> Image.Image:
     """A smooth image of its own size and colours."""
@@ -213,7 +211,7 @@ def test_a_gpu_decoder_without_a_gpu_says_what_to_choose() -> None:
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("subsampling", [0, 2])
 def test_nvjpeg_agrees_with_the_cpu_within_a_few_grey_levels(subsampling: int) -> None:
     decode_jpegs = jpeg_decoder("gpu", torch.device("cuda", 0))
@@ -232,7 +230,7 @@ def test_nvjpeg_agrees_with_the_cpu_within_a_few_grey_levels(subsampling: int) -
         assert difference.max() <= (32 if subsampling else 6)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_batches_delivered_to_the_gpu_hold_the_bytes_of_the_cpu() -> None:
     files = [*FILES, *[jpeg(picture(index)) for index in range(40)]]
     for there, here in zip(
@@ -248,7 +246,7 @@ def test_batches_delivered_to_the_gpu_hold_the_bytes_of_the_cpu() -> None:
         assert torch.equal(there.labels, here.labels)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_mixed_batches_of_both_decoders_are_repeatable_on_the_gpu() -> None:
     device = torch.device("cuda", 0)
     decoder = jpeg_decoder("gpu", device)
@@ -260,7 +258,7 @@ def test_mixed_batches_of_both_decoders_are_repeatable_on_the_gpu() -> None:
             assert difference < 5 if index < NUM_PLAIN else difference == 0, (step, index)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_pixels_outlive_their_batch_until_the_training_stream_has_read_them() -> None:
     """Kernels queued behind a slow one read the pixels of batches that were freed long before."""
     device = torch.device("cuda", 0)
@@ -288,7 +286,7 @@ def test_pixels_outlive_their_batch_until_the_training_stream_has_read_them() ->
     assert abs(int(reference) - int(expected)) < 0.02 * int(expected)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_truncated_file_is_refused_by_nvjpeg_or_shown_in_full_size() -> None:
     """Why `suits_gpu` looks at the end of a file: nvJPEG itself need not complain."""
     decode_jpegs = jpeg_decoder("gpu", torch.device("cuda", 0))

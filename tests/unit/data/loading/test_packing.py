@@ -38,7 +38,7 @@ def test_without_a_gpu_there_is_no_stream_to_wait_for() -> None:
             pass
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_images_of_the_cpu_and_the_gpu_share_a_batch() -> None:
     device = torch.device("cuda", 0)
     plain = images()

@@ -10,8 +10,9 @@ from massl import distributed
 from massl.data.evaluation.views import SquareView
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError
-from massl.evaluations.base import EvaluationData, EvaluationError
+from massl.evaluations.base import EvaluationData
 from massl.evaluations.features import ExtractionSettings, Extractor
+from massl.evaluations.measurement import EvaluationError
 from massl.evaluations.protocols.attention import AttentionSettings, attention_maps, attention_size, measure_attention
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.nn.token_readout import class_attention
@@ -177,7 +178,7 @@ def test_broken_weights_are_reported(source: ArraySource, tmp_path: Path) -> Non
         measured(model, source, tmp_path)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_measures_and_draws_the_same(source: ArraySource, tmp_path: Path) -> None:
     expected = measured(loaded(), source, tmp_path / "cpu", num_figures=1)
     model, device = loaded(), torch.device("cuda")

@@ -289,7 +289,7 @@ def test_a_model_without_class_token_is_measured_but_cannot_choose_points(
 
 
 @pytest.mark.usefixtures("true_colours")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_measures_the_same_and_draws(map_source: ArraySource, tmp_path: Path) -> None:
     expected = measured(loaded(tiny_backbone()), map_source, tmp_path / "cpu", num_figures=1)
     model, device = loaded(tiny_backbone()), torch.device("cuda")

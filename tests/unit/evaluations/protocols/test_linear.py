@@ -18,8 +18,9 @@ from massl.config import RecipeError, validate
 from massl.data.evaluation.views import CentreView, RandomCropView
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError
-from massl.evaluations.base import EvaluationData, EvaluationError, Measurement
+from massl.evaluations.base import EvaluationData
 from massl.evaluations.features import ExtractionSettings, Extractor
+from massl.evaluations.measurement import EvaluationError, Measurement
 from massl.evaluations.protocols import linear, linear_training
 from massl.evaluations.protocols.linear import (
     LinearSettings,
@@ -311,7 +312,7 @@ def test_validation_images_choose_the_rate_where_they_are_given(tmp_path: Path) 
     assert own_top1 == pytest.approx(float(trained.held_out_top1.max()))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("crops", ["fresh", "cached"])
 def test_a_gpu_finds_the_curves_of_the_cpu(crops: str, tmp_path: Path) -> None:
     settings = QUICK.model_copy(update={"crops": crops})

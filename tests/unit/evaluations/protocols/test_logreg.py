@@ -18,7 +18,8 @@ from torch.nn.functional import normalize
 from massl.data.evaluation.views import CentreView
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError
-from massl.evaluations.base import EvaluationData, EvaluationError, LabelledFeatures
+from massl.evaluations.base import EvaluationData, LabelledFeatures
+from massl.evaluations.measurement import EvaluationError
 from massl.evaluations.protocols import logreg
 from massl.evaluations.protocols.logreg import LogisticSettings, fit_logistic, logistic_scores, measure_logreg
 
@@ -296,7 +297,7 @@ def test_unlabelled_images_are_refused(world: tuple[Any, EvaluationData], tmp_pa
         )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_finds_the_same_weights() -> None:
     rows, labels = unit_features(200, 16, 5)
     on_cpu = fit_logistic(rows, labels, num_classes=5, penalty=2e-6)

@@ -1,6 +1,4 @@
-"""The fused transformer against the backbone's plain path: compiled where there is a GPU, elsewhere as Python
-(tests/conftest.py).
-"""
+"""The fused transformer against the backbone's plain path; on a CPU the kernels run in Triton's interpreter."""
 
 from typing import Any
 
@@ -60,15 +58,16 @@ def fused(backbone: Backbone, sample_keys: Tensor | None, *, memory_lean: bool =
     )  # type: ignore[arg-type]
 
 
+@pytest.mark.kernel
 @pytest.mark.usefixtures("norm_gradients_in_large_steps")
 @pytest.mark.parametrize(
     ("options", "sample_keys", "memory_lean"),
     [
-        ({}, KEYS, True),
-        ({"reg_tokens": 1, "no_embed_class": True}, KEYS, False),
+        ({"reg_tokens": 1, "no_embed_class": True}, KEYS, True),
+        ({}, KEYS, False),
         ({"reg_tokens": 1}, None, False),
     ],
-    ids=["stochastic depth, memory lean", "register token, stochastic depth", "register token with a position"],
+    ids=["register token, stochastic depth, memory lean", "stochastic depth", "register token with a position"],
 )
 def test_features_and_gradients_are_those_of_the_plain_path(
     options: dict[str, int | float | bool | str], sample_keys: Tensor | None, memory_lean: bool
@@ -89,8 +88,9 @@ def test_features_and_gradients_are_those_of_the_plain_path(
     torch.testing.assert_close(ours["features"], whole.detach(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.kernel
 @pytest.mark.usefixtures("norm_gradients_in_large_steps")
-@pytest.mark.parametrize("memory_lean", [False, True])
+@pytest.mark.parametrize("memory_lean", [True, False])
 def test_products_in_16_bits_with_a_float32_stream_are_near_the_plain_path(memory_lean: bool) -> None:
     """float16: the interpreter multiplies bfloat16 numbers as if they were integers."""
     backbone = backbone_of()
@@ -122,6 +122,7 @@ def test_stochastic_depth_drops_branches_of_some_views_and_not_of_others() -> No
     assert (scales[-1] == 2.0).any()
 
 
+@pytest.mark.kernel
 def test_without_a_gradient_the_features_are_the_same_and_remember_nothing() -> None:
     """As the teacher is computed."""
     backbone = backbone_of().requires_grad_(False)
@@ -185,7 +186,7 @@ def test_networks_that_are_no_plain_transformers_are_refused_and_stay_as_they_ar
     assert why_not_fused(other_norm) == "its norms are not plain LayerNorm"
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("memory_lean", [False, True])
 def test_on_a_gpu_pooled_uses_the_kernels_in_16_bits_and_is_as_near_to_float32_as_autocast(memory_lean: bool) -> None:
     backbone = backbone_of()

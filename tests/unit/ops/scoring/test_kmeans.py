@@ -155,7 +155,7 @@ def test_an_impossible_number_of_clusters_is_refused(num_clusters: int) -> None:
         spherical_kmeans(draw(3, 2, seed=0), num_clusters=num_clusters, key=(0,))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_gpu_gives_the_same_clusters_every_time() -> None:
     rows = draw(20_000, 64, seed=12).cuda()
     first, second = (spherical_kmeans(rows, num_clusters=100, num_restarts=2, key=(0,)) for _ in range(2))

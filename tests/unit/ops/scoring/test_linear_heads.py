@@ -133,7 +133,7 @@ def test_the_precision_of_products_is_set_inside_only(before: str) -> None:
     assert torch.get_float32_matmul_precision() == "highest"  # the older interface to the same switch still answers
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_steps_on_a_gpu_are_those_on_the_cpu() -> None:
     here = start()
     there = LinearHeads(**{name: tensor.clone().cuda() for name, tensor in vars(here).items()})
