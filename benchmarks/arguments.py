@@ -11,7 +11,7 @@ PAPER_ROWS, PAPER_BLOCK = 65_536, 16_384
 
 
 def views_argument(text: str) -> str:
-    """Checked here, so that a wrong value is an argument error."""
+    """Check the value here, so that a wrong one is an argument error."""
     try:
         return str(parse_views(text))
     except ValueError as error:

@@ -1,9 +1,9 @@
-"""Features of images that are on the device: the network alone, and from stored pixels through the evaluation's view.
+"""Feature extraction from images on the device: the network alone, and with the evaluation's resize and crop.
 
     python benchmarks/features.py
 
-The share of the card counts the network's forward arithmetic, all tokens through all blocks. The 16-bit features are
-compared with the float32 ones of the same images: the program fails if a cosine falls below 0.999.
+The share of the card counts the network's forward arithmetic, all tokens through all blocks. The program fails if the
+cosine between 16-bit and float32 features of the same image is below 0.999.
 """
 
 import argparse

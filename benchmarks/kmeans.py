@@ -2,7 +2,7 @@
 
     python benchmarks/kmeans.py
 
-Random rows around as many random centres, so that the iterations have something to find.
+The rows scatter around random centres, one per cluster, so that there are clusters to find.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser.add_argument("--clusters", default=1000, type=int)
     parser.add_argument("--iterations", default=100, type=int, help="at most, of each restart")
     parser.add_argument("--restarts", default=10, type=int)
-    parser.add_argument("--repetitions", default=2, type=int, help="timed runs, after one that is not")
+    parser.add_argument("--repetitions", default=2, type=int, help="timed runs, after one warm-up run")
     chosen = parser.parse_args(arguments)
     device = benchmark_device()
     announce(ours.environment(device))
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
 
     timing = timed_steps(step, num_warmup=1, num_timed=chosen.repetitions, device=device)
     if len(set(objectives)) != 1:
-        raise SystemExit(f"the same problem gave different clusters: {objectives}")
+        raise SystemExit(f"repeated runs gave different clusters: {objectives}")
     label = f"k-means {chosen.clusters} x {chosen.rows} x {chosen.dim}, {chosen.restarts} restarts"
     extras = {"seconds": round(timing.median_milliseconds / 1e3, 3), "objective": round(objectives[0], 4)}
     case = emit(timing.case(label, num_images=chosen.rows, extras=extras, steady_memory=True))

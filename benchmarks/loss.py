@@ -1,13 +1,12 @@
-"""The memory loss alone, forward and backward with the drawing of its blocks: massl's against the published
-formulation.
+"""The memory loss alone, forward and backward, including drawing the blocks: massl against the published formulation.
 
     python benchmarks/loss.py --batch 64 128
 
 The published formulation is written here from its formula: all logits of all views against the whole memory, a random
 permutation of their columns, blocks of N_b, and one cross-entropy per pair of different views, each with its own
-softmax and log-softmax, under float16 autocast. Where the authors' code draws the permutation on the host and copies
-the memory, this does neither, in its favour. Memory is what a step needs beyond its inputs: peak minus what was
-allocated before.
+softmax and log-softmax, under float16 autocast. In its favour, it neither draws the permutation on the host nor copies
+the memory, as the authors' code does. Memory is what a step needs beyond its inputs: peak minus what was allocated
+before.
 """
 
 import argparse
@@ -34,7 +33,7 @@ from torch import Tensor
 
 # [V, N, D], [T, N, D], [D, K] -> []
 def published_loss(student: Tensor, teacher: Tensor, memory: Tensor, block_size: int) -> Tensor:
-    """Mean over pairs of views, samples and blocks of cross-entropy(softmax(teacher logits), softmax(student logits))."""
+    """Mean over view pairs, samples and blocks of cross-entropy(softmax(teacher logits), softmax(student logits))."""
     num_blocks = memory.shape[1] // block_size
     columns = torch.randperm(memory.shape[1], device=memory.device)[: num_blocks * block_size]
 
@@ -62,14 +61,14 @@ def published_step(student: Tensor, teacher: Tensor, *, num_rows: int, block_siz
     def step(number: int) -> None:
         with torch.autocast(device.type, dtype=dtype):
             loss = published_loss(student, teacher, memory, block_size)
-        # Scaled as float16 training does it, or the gradients of 65,536 softmax entries vanish.
+        # Scaled as in float16 training; otherwise the gradients of 65,536 softmax entries vanish.
         torch.autograd.grad(loss * 65_536.0, student)
 
     return step
 
 
 def graphed_step(student: Tensor, teacher: Tensor, *, num_rows: int, block_size: int) -> Callable[[int], object]:
-    """massl's, recorded as a CUDA graph at its first call, as it is inside a training step."""
+    """massl's step, recorded as a CUDA graph at its first call, as inside a training step."""
     step = ours.memory_loss_step(student, teacher, num_rows=num_rows, block_size=block_size)
     graph = torch.cuda.CUDAGraph()
     is_recorded = False
@@ -79,7 +78,7 @@ def graphed_step(student: Tensor, teacher: Tensor, *, num_rows: int, block_size:
         if not is_recorded:
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                for _ in range(3):  # kernels are chosen and compiled before they are recorded
+                for _ in range(3):  # choose and compile kernels before recording
                     step(number)
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=stream):
@@ -99,10 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser.add_argument("--formulations", nargs="+", default=["published", "massl"], choices=FORMULATIONS)
     parser.add_argument("--rows", nargs="+", default=[PAPER_ROWS], type=int, help="K, for both formulations")
     parser.add_argument(
-        "--massl-rows", nargs="*", default=[262_144, 1_048_576], type=int, help="further K, for massl alone"
+        "--massl-rows", nargs="*", default=[262_144, 1_048_576], type=int, help="further K, for massl only"
     )
     parser.add_argument("--block", default=PAPER_BLOCK, type=int, help="N_b: rows per block")
-    parser.add_argument("--num-views", default=12, type=int, help="student views; the first two are the teacher's too")
+    parser.add_argument("--num-views", default=12, type=int, help="student views; the teacher sees the first two")
     parser.add_argument("--dim", default=256, type=int, help="dimension of the embeddings")
     add_repetition_arguments(parser, num_warmup=10, num_timed=50)
     chosen = parser.parse_args(arguments)
@@ -128,7 +127,7 @@ def measure_loss(label: str, name: str, num_rows: int, batch_size: int, chosen: 
     step = FORMULATIONS[name](student, teacher, num_rows=num_rows, block_size=chosen.block)
     timing = timed_steps(step, num_warmup=chosen.warmup, num_timed=chosen.timed, device=device)
     memory = timing.memory
-    is_graph = name == "massl-graph"  # whose memory shows while it is recorded
+    is_graph = name == "massl-graph"  # its memory shows only during recording
     peak = None if memory is None else memory.peak if is_graph else memory.steady_peak
     extra_mib = None if memory is None or peak is None else round((peak - memory.at_start) * GIB / MIB, 1)
     return timing.case(label, num_images=batch_size, extras={"extra_mib": extra_mib}, steady_memory=not is_graph)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: timing of steps, peak memory, the card's matrix rate, and how results are printed.
+"""Shared by all benchmarks: timing of steps, peak memory, the card's matrix rate, printing of results.
 
 Standard output carries one JSON line per case and nothing else; the environment, remarks and the final table go to
 standard error.
@@ -19,16 +19,16 @@ import torch
 GIB = 2.0**30
 MIB = 2.0**20
 
-Step = Callable[[int], object]  # does the work of step i; what it returns is dropped
+Step = Callable[[int], object]  # runs step i; the result is ignored
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One measured case. `extras` holds what only some benchmarks know, e.g. a share of the matrix rate."""
+    """One measured case. `extras` holds values of single benchmarks, e.g. a share of the matrix rate."""
 
     case: str
     images_per_second: float
-    peak_gib: float | None  # None on the CPU, where no allocator counts it
+    peak_gib: float | None  # None on the CPU, where it is not counted
     milliseconds: float
     extras: Mapping[str, float | str | None] = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ class Case:
 
 
 def case_from(values: Mapping[str, float | str | None]) -> Case:
-    """The case that a JSON line of another process describes."""
+    """Read a case from the JSON line of another process."""
     own = ("case", "images_per_second", "peak_gib", "milliseconds")
     peak = values["peak_gib"]
     return Case(
@@ -61,7 +61,7 @@ def _rounded(value: float | None, digits: int) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """GiB of device memory. Tensors: what they took at most; reserved: what the process held from the card for them."""
+    """GiB of device memory; `reserved` is what the process held, the others count tensors."""
 
     at_start: float
     warmup_peak: float
@@ -70,9 +70,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """The larger of both peaks: replaying a CUDA graph allocates nothing, so its needs show during capture, in the
-        warm-up.
-        """
+        """The larger peak: replaying a CUDA graph allocates nothing, so its memory shows only during the warm-up."""
         return max(self.warmup_peak, self.steady_peak)
 
     def as_extras(self) -> dict[str, float]:
@@ -98,9 +96,7 @@ class Timing:
         extras: Mapping[str, float | str | None] | None = None,
         steady_memory: bool = False,
     ) -> Case:
-        """A case by the median. `steady_memory` leaves the warm-up's peak out, for code that is known to capture no
-        CUDA graph.
-        """
+        """A case by the median. `steady_memory` ignores the warm-up's peak, for code that captures no CUDA graph."""
         memory = self.memory
         return Case(
             case=name,
@@ -116,9 +112,7 @@ class Timing:
 
 
 class StepWatch:
-    """Times steps from outside: create, warm up, `end_warmup()`, then `mark()` before the first timed step and after
-    each.
-    """
+    """Times steps from outside: call `end_warmup()`, then `mark()` before the first timed step and after each."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -138,7 +132,7 @@ class StepWatch:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def mark(self) -> None:
-        """On a GPU an event in the stream: the host is not held up, so it may run ahead as it does in training."""
+        """On a GPU this records an event without blocking, so the host can run ahead as it does in training."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
@@ -147,7 +141,7 @@ class StepWatch:
             self._seconds.append(time.perf_counter())
 
     def timing(self) -> Timing:
-        """Waits for the device, once."""
+        """The measured times; waits for the device once."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
             pairs = zip(self._events, self._events[1:], strict=False)
@@ -173,7 +167,7 @@ class StepWatch:
 
 
 def timed_steps(step: Step, *, num_warmup: int, num_timed: int, device: torch.device) -> Timing:
-    """Run step(0), step(1) ...; the first `num_warmup` are not timed."""
+    """Run step(0), step(1) ...; the first `num_warmup` steps are not timed."""
     watch = StepWatch(device)
     for number in range(num_warmup):
         step(number)
@@ -186,7 +180,7 @@ def timed_steps(step: Step, *, num_warmup: int, num_timed: int, device: torch.de
 
 
 def matrix_rate(device: torch.device) -> float:
-    """TFLOP/s of a square bfloat16 matrix product: what this very card reaches on the plainest work.
+    """TFLOP/s of a square bfloat16 matrix product, measured on this card.
 
     Random operands: on zeros the card draws less power and clocks higher.
     """
@@ -206,7 +200,7 @@ def benchmark_device() -> torch.device:
 
 
 def free_memory() -> None:
-    """Between two cases: nothing of the first may count for the second."""
+    """Call between two cases, so that memory of the first does not count for the second."""
     gc.collect()
     torch.compiler.reset()
     if torch.cuda.is_available():
@@ -215,11 +209,11 @@ def free_memory() -> None:
 
 @contextlib.contextmanager
 def survives_lack_of_memory(case: str) -> Iterator[None]:
-    """A case that does not fit the card is named and left out; the others go on."""
+    """Report and skip a case that does not fit on the card."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        remark(f"{case}: left out, the device's memory is too small ({str(error).splitlines()[0]})")
+        remark(f"{case}: skipped, not enough device memory ({str(error).splitlines()[0]})")
 
 
 def remark(text: str) -> None:
@@ -227,13 +221,13 @@ def remark(text: str) -> None:
 
 
 def announce(environment: Mapping[str, object]) -> None:
-    """The line that belongs beside every number: card, versions, commit, command."""
+    """Print what belongs beside every number: card, versions, commit, command."""
     facts = ", ".join(f"{name} {value}" for name, value in environment.items())
     remark(f"# {facts}, command: {shlex.join(sys.argv)}")
 
 
 def emit(case: Case) -> Case:
-    """Print the JSON line as soon as it is known, so that a run cut short keeps what it measured."""
+    """Print the JSON line at once, so that an interrupted run keeps its results."""
     print(json.dumps(case.as_dict()), flush=True)
     return case
 

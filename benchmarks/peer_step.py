@@ -2,13 +2,13 @@
 
     python benchmarks/peer_step.py massl --checkout PATH --model vit_small --batch 128
 
-Nothing of a peer is copied or changed. Its own `train_one_epoch` runs, with its own modules, on a loader of ours that
-hands out the same synthetic views again and again and marks the time whenever the next batch is asked for. So
-everything it does in a step is in the time: the host's waiting for the loss and for each gradient norm, the all-reduce
-of a group of one, `torch.cuda.synchronize()`, its printing every few steps. Settings are those of the peers' published
-commands, with the sizes of the comparison. Three things are left out, in the peer's favour: histograms for TensorBoard
-every 50 steps (MaSSL), the first epoch's frozen last layer is over (DINO, iBOT), as in 99 of 100, and the drawing of
-masks, which happens in the data loader (iBOT).
+No code of a peer is copied or changed. Its own `train_one_epoch` runs, with its own modules, on our loader, which
+returns the same synthetic views again and again and records the time of each request. So the time includes everything
+the peer does in a step: waiting for the loss and for each gradient norm, the all-reduce of a group of one,
+`torch.cuda.synchronize()`, printing every few steps. Settings are those of the peers' published commands, with the
+sizes of the comparison. Three things are left out, in the peer's favour: TensorBoard histograms every 50 steps (MaSSL),
+the frozen last layer of the first epoch (DINO, iBOT; it trains in the other 99 of 100), and drawing masks, which
+happens in the data loader (iBOT).
 """
 
 import argparse
@@ -35,7 +35,7 @@ _PATCH_SIZE, _CLIP_NORM = 16, 3.0
 
 
 class SyntheticLoader:
-    """A data loader to the peer, a stopwatch to us."""
+    """A data loader for the peer that times its steps for us."""
 
     def __init__(
         self, views: list[Tensor], masks: list[Tensor], watch: StepWatch, *, num_warmup: int, num_timed: int
@@ -47,7 +47,7 @@ class SyntheticLoader:
         return self._num_steps
 
     def __iter__(self) -> Iterator[tuple[list[Tensor], Tensor] | tuple[list[Tensor], Tensor, list[Tensor]]]:
-        labels = torch.arange(len(self._views[0])) % 10  # read by iBOT alone, after the last step
+        labels = torch.arange(len(self._views[0])) % 10  # read only by iBOT, after the last step
         for step in range(self._num_steps):
             if step == self._num_warmup:
                 self._watch.end_warmup()
@@ -106,7 +106,7 @@ def train_dino(program: ModuleType, chosen: argparse.Namespace, loader: Syntheti
     """Built as the authors' `train_dino` builds it by default, with as many prototypes as the memory has rows."""
     utils = program.utils
     if benchmark_device().type == "cpu":
-        # Called once after the last step, it puts its sums on the GPU.
+        # It is called once after the last step and needs a GPU.
         utils.MetricLogger.synchronize_between_processes = lambda _: None
     settings = SimpleNamespace(epochs=100, clip_grad=_CLIP_NORM, freeze_last_layer=1)
 
@@ -138,7 +138,7 @@ def train_dino(program: ModuleType, chosen: argparse.Namespace, loader: Syntheti
 
 
 def train_ibot(program: ModuleType, chosen: argparse.Namespace, loader: SyntheticLoader) -> None:
-    """Built as the authors' `train_ibot` builds it with one head for class and patch tokens (their ViT-S/16 command)."""
+    """Built as in the authors' `train_ibot`, with one head for class and patch tokens (their ViT-S/16 command)."""
     utils, shapes = program.utils, parse_views(chosen.views)
     if benchmark_device().type == "cpu":
         utils.MetricLogger.synchronize_between_processes = lambda _: None
@@ -181,9 +181,7 @@ def train_ibot(program: ModuleType, chosen: argparse.Namespace, loader: Syntheti
 
 
 def masks_for(chosen: argparse.Namespace, device: torch.device) -> list[Tensor]:
-    """For each global view which patches are masked: on average a third of them in half of the images. Made here, not
-    by the peer's loader: its time is not in the step.
-    """
+    """Masks for the global views: about a third of the patches in half of the images. Their time is not measured."""
     shapes = parse_views(chosen.views)
     side = shapes.global_size // _PATCH_SIZE
     is_masked = torch.arange(chosen.batch)[:, None, None] % 2 == 0
@@ -198,7 +196,7 @@ PEERS: dict[str, tuple[str, Callable[[ModuleType, argparse.Namespace, SyntheticL
 
 
 def pair(student: nn.Module, teacher: nn.Module, *, strict: bool = True) -> tuple[nn.Module, nn.Module]:
-    """The student wrapped for one process, the teacher with its weights and without gradients."""
+    """The student wrapped in DDP, and the teacher with the same weights and no gradients."""
     on_gpu = benchmark_device().type == "cuda"
     parallel = DistributedDataParallel(student, device_ids=[torch.cuda.current_device()] if on_gpu else None)
     teacher.load_state_dict(student.state_dict(), strict=strict)
@@ -218,9 +216,7 @@ UNUSED_IMPORTS: dict[str, dict[str, object]] = {
 
 
 def pretend_the_cpu_is_a_gpu() -> None:
-    """Peers call .cuda() and torch.cuda.synchronize() throughout: without a GPU these do nothing, so that their steps
-    can be tried.
-    """
+    """Make .cuda() and torch.cuda.synchronize() do nothing, so that peers' steps can be tried without a GPU."""
 
     def stay(thing: Any, *_: object, **__: object) -> Any:
         return thing
@@ -231,10 +227,10 @@ def pretend_the_cpu_is_a_gpu() -> None:
 
 
 def import_from(checkout: Path, module: str) -> ModuleType:
-    """The peer's program. Its folder comes first: it has modules with names as common as `utils` and `head`."""
+    """Import the peer's program. Its folder comes first: it has modules with common names such as `utils`."""
     sys.path.insert(0, str(checkout))
-    sys.dont_write_bytecode = True  # leaves the checkout as it is
-    for name, contents in UNUSED_IMPORTS.items():  # what a program imports and its steps do not use
+    sys.dont_write_bytecode = True  # do not write to the checkout
+    for name, contents in UNUSED_IMPORTS.items():  # imported by a program but not used in its steps
         sys.modules.setdefault(name, ModuleType(name)).__dict__.update(contents)
     return importlib.import_module(module)
 

@@ -1,12 +1,11 @@
-"""Whole training steps of massl beside those of its peers, in one run on one card: official MaSSL, DINO and iBOT from
-checkouts of yours.
+"""Whole training steps of massl and of the official MaSSL, DINO and iBOT code, in one run on one card.
 
     python benchmarks/peers.py --massl CHECKOUT --dino CHECKOUT --ibot CHECKOUT --cases vit_small:128 vit_base:64
 
-Each measurement is a process of its own, one at a time: the peers first (`peer_step.py`), then the same methods in
-massl (`step.py`) with the same batch, views, rows (or prototypes), block size and drop path. Ratios compare each method
-of ours with each peer. Peers run as published (float16 autocast, loss scaling, their own loop). Their peak memory is
-that of the steady steps; massl's includes the warm-up, where a CUDA graph would show its needs.
+Each measurement runs in its own process, one at a time: the peers first (`peer_step.py`), then the same methods in
+massl (`step.py`) with the same batch, views, rows (or prototypes), block size and drop path. Ratios compare each of our
+methods with each peer. Peers run as published (float16 autocast, loss scaling, their own loop). Their peak memory is
+that of the steady steps; massl's includes the warm-up, where a CUDA graph allocates its memory.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from arguments import add_repetition_arguments, add_training_arguments
 from measure import Case, announce, benchmark_device, case_from, emit, print_table, remark
 
 HERE = Path(__file__).resolve().parent
-# what shows that a folder is the checkout
+# a file that identifies the checkout
 PROGRAMS = {"massl": "main_massl.py", "dino": "main_dino.py", "ibot": "main_ibot.py"}
 REPOSITORIES = {
     "massl": "https://github.com/sthalles/MaSSL",
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="massl's training step beside those of its peers.")
+    parser = argparse.ArgumentParser(description="massl's training step compared with its peers.")
     for peer, program in PROGRAMS.items():
         parser.add_argument(f"--{peer}", type=Path, help=f"checkout of {REPOSITORIES[peer]}: the folder with {program}")
     parser.add_argument(
@@ -99,7 +98,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def comparison_argument(text: str) -> Comparison:
     model, _, batch_size = text.partition(":")
     if model not in TIMM_NAMES or not batch_size.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no MODEL:BATCH with one of the models {', '.join(TIMM_NAMES)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not MODEL:BATCH with one of the models {', '.join(TIMM_NAMES)}")
     return Comparison(model=model, batch_size=int(batch_size))
 
 
@@ -143,7 +142,7 @@ def run_ours(method: str, comparison: Comparison, kernels: str, chosen: argparse
 
 
 def run_program(command: Sequence[str]) -> Case | None:
-    """The one case that the program prints. A program that fails is named and left out: the other measurements stand."""
+    """Run a program that prints one case. A failing program is reported and skipped."""
     try:
         finished = subprocess.run(
             [sys.executable, str(HERE / command[0]), *command[1:]],
@@ -152,11 +151,11 @@ def run_program(command: Sequence[str]) -> Case | None:
             timeout=TIME_LIMIT_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        remark(f"{' '.join(command)}: left out, it took more than {TIME_LIMIT_SECONDS} s")
+        remark(f"{' '.join(command)}: skipped, it took more than {TIME_LIMIT_SECONDS} s")
         return None
     lines = finished.stdout.splitlines()
     if finished.returncode != 0 or len(lines) != 1:
-        remark(f"{' '.join(command)}: left out, it ended with status {finished.returncode} and {len(lines)} results")
+        remark(f"{' '.join(command)}: skipped, it ended with status {finished.returncode} and {len(lines)} results")
         return None
     return case_from(json.loads(lines[0]))
 

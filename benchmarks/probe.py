@@ -1,9 +1,9 @@
-"""The linear probe's sweep: many heads on one stream of features, against a single head on the same stream.
+"""The linear probe: many heads trained on one stream of features, against a single head on the same stream.
 
     python benchmarks/probe.py
 
-A step takes a batch of views through the backbone (streamed, as published) or has its features already (cached), then
-takes one SGD step of all heads.
+A step computes the features of a batch (streamed, as published) or reads them from memory (cached), then does one SGD
+step of all heads.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser.add_argument("--model", default="vit_small_patch16_224", help="a timm vision transformer")
     parser.add_argument("--feature", default="cls_last4")
     parser.add_argument(
-        "--heads", default=[1, 45, 90], nargs="+", type=int, help="90: with the second set that chooses a rate honestly"
+        "--heads", default=[1, 45, 90], nargs="+", type=int, help="90: with the set that selects a rate"
     )
     parser.add_argument("--classes", default=1000, type=int)
     parser.add_argument("--batch", default=1024, type=int)

@@ -1,4 +1,4 @@
-"""Sizes of views and networks, and the arithmetic of a training step that follows from them. Pure functions."""
+"""Sizes of views and networks, and the arithmetic of a training step. Pure functions."""
 
 import re
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ class TransformerShape:
 
 
 def transformer_shape(model_name: str) -> TransformerShape | None:
-    """Of a timm vision transformer; None for other networks, whose arithmetic is not counted here."""
-    with torch.device("meta"):  # no weights are made
+    """Shape of a timm vision transformer; None for other networks, whose arithmetic is not counted here."""
+    with torch.device("meta"):  # allocates no weights
         model = timm.create_model(model_name, num_classes=0)
     if not isinstance(model, VisionTransformer):
         return None
@@ -61,14 +61,14 @@ def transformer_shape(model_name: str) -> TransformerShape | None:
 
 
 def forward_flop(network: TransformerShape, num_tokens: int, *, class_token_only_at_the_end: bool = False) -> float:
-    """Of all blocks for one image of T tokens; a multiplication and an addition count as two.
+    """FLOP of all blocks for one image of T tokens; a multiplication and an addition count as two.
 
     Per block, with dimension d and hidden dimension h:
         queries, keys, values, output    2 T d * 4 d
         MLP                              2 T * 2 d h
         similarities, weighted values    2 T T d * 2
-    With `class_token_only_at_the_end` the last block is computed for the class token alone, since nothing else leaves the network: keys
-    and values of all tokens (2 T d * 2 d), the rest for one token.
+    With `class_token_only_at_the_end` the last block is computed only for the class token, because nothing else leaves
+    the network: keys and values of all tokens (2 T d * 2 d), the rest for one token.
     """
     dim, hidden_dim = network.dim, network.hidden_dim
 
@@ -85,13 +85,12 @@ def forward_flop(network: TransformerShape, num_tokens: int, *, class_token_only
 def step_flop_per_image(
     network: TransformerShape, views: ViewShapes, *, class_token_only_at_the_end: bool = False
 ) -> float:
-    """Arithmetic of one training step for one image: the student's views forward and backward, the teacher's global
-    views forward.
+    """FLOP of one training step for one image: student views forward and backward, teacher's global views forward.
 
     A backward pass costs two forward passes: one product for the gradient of the input, one for that of the weights.
     ViT-S/16 with 2x224+10x96 has 764 student and 394 teacher tokens and needs 121 GFLOP. Left out, for these sizes: the
     patch embedding (1.1 GFLOP), the head (0.4) and the memory loss (0.9 at 65,536 rows), so a share of the card's rate
-    computed from this is understated by 2 %.
+    computed from this is 2 % too low.
     """
     global_flop = forward_flop(
         network, network.num_tokens(views.global_size), class_token_only_at_the_end=class_token_only_at_the_end

@@ -1,7 +1,6 @@
-"""Speed and memory of one whole training step, of MaSSL or another method of massl, on synthetic views that already lie
-on the device.
+"""Speed and memory of one whole training step of any method, on synthetic views already on the device.
 
-    python benchmarks/step.py --method massl --model vit_small_patch16_224 --batch 64 128 256 --kernels fused compiled plain
+    python benchmarks/step.py --method massl --model vit_small_patch16_224 --batch 64 128 256 --kernels fused plain
 
 A step is what the trainer does between two batches: student and teacher forward, memory loss, backward, clipping,
 AdamW, teacher and memory. Its arithmetic (`shapes.step_flop_per_image`) over its time is printed as a share of the
@@ -30,7 +29,7 @@ from shapes import step_flop_per_image, transformer_shape
 
 def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser = argparse.ArgumentParser(description="Speed and memory of massl's whole training step.")
-    parser.add_argument("--method", default="massl", choices=ours.METHOD_NAMES, help="what is trained")
+    parser.add_argument("--method", default="massl", choices=ours.METHOD_NAMES, help="the method to train")
     parser.add_argument("--model", default="vit_small_patch16_224", help="a timm model name")
     parser.add_argument("--batch", nargs="+", default=[64, 128, 256], type=int, help="images per step")
     add_training_arguments(parser)
@@ -72,9 +71,7 @@ def measure_step(spec: ours.StepSpec, card_tflops: float, *, num_warmup: int, nu
 
 
 def arithmetic(spec: ours.StepSpec, images_per_second: float, card_tflops: float) -> dict[str, float]:
-    """Shares of the matrix rate by two counts: all tokens through all blocks, and only what the class token at the end
-    depends on.
-    """
+    """Shares of the matrix rate by two counts: all tokens in all blocks, and only what the class token depends on."""
     network = transformer_shape(spec.model)
     found = {"matrix_tflops": round(card_tflops, 3)}
     if network is None:

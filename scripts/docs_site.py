@@ -1,8 +1,7 @@
-"""What of the documentation site is made while it is built: pages that would go stale if they were written, and links
-out of docs/.
+"""MkDocs hook (mkdocs.yml): generates the pages on recipes and settings, and rewrites links that leave docs/.
 
-A hook of MkDocs (mkdocs.yml). The documents are written to be read in the repository, where `../benchmarks/README.md`
-and the folder `results/cifar10/` are places to go to; on the site such links lead to the page made from them.
+The documents are written for readers of the repository, where `../benchmarks/README.md` and the folder
+`results/cifar10/` exist; on the site, such links lead to the page generated from them.
 """
 
 import posixpath
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from massl.commands.methods import SETTINGS
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -27,11 +25,12 @@ from massl.commands.recipe import PretrainRecipe, load_recipe, recipe_header, sh
 from massl.commands.report.command import ReportSettings
 from massl.commands.visualize import VisualizeSettings
 from massl.config import Settings
+from massl.methods import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[1]
-# page -> file outside docs/ it shows
+# page -> the file outside docs/ that it shows
 COPIES = {"changelog.md": "CHANGELOG.md", "benchmarks.md": "benchmarks/README.md"}
-INSTEAD = {  # outside docs/ -> page with the same content for a reader
+INSTEAD = {  # file outside docs/ -> page with the same content
     "README.md": "index.md",
     "CITATION.cff": "cite.md",
     "src/massl/recipes": "recipes.md",
@@ -45,7 +44,7 @@ COMMANDS: dict[str, type[Settings]] = {
     "ablate": AblateSettings,
     "report": ReportSettings,
 }
-_FOUND_LAST = "---\nsearch:\n  boost: 0.3\n---\n"  # long lists: explanations should be found before them
+_FOUND_LAST = "---\nsearch:\n  boost: 0.3\n---\n"  # rank long lists below explanations
 _UNDESCRIBED = {"method.name": "chooses the method"}
 _LINK = re.compile(r"(?<=\]\()(?P<target>[^)#\s:]+)(?=[)#\s])")
 _FENCE = re.compile(r"^ *```.*?^ *```", flags=re.MULTILINE | re.DOTALL)
@@ -55,7 +54,7 @@ _FENCE = re.compile(r"^ *```.*?^ *```", flags=re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The entry `Results: results` becomes the pages that are there."""
+    """Replace the entry `Results: results` by the existing pages."""
     docs = Path(config.docs_dir)
     for entry in config.nav or []:
         for title, target in entry.items():
@@ -76,7 +75,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as they stand in the repository -> links of the site. Code is left as it is."""
+    """Rewrite links of the repository to links of the site, except in code."""
     original = COPIES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def on_site(match: re.Match[str]) -> str:
@@ -93,7 +92,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def site_link(target: str, *, original: str, page: str, files: Files) -> str:
-    """`target` in the file `original` of the repository, as a link of the page `page`."""
+    """The site link on `page` for `target` in the repository file `original`."""
     in_repository = posixpath.normpath(posixpath.join(posixpath.dirname(original), target))
     shown_at = {file: copy for copy, file in COPIES.items()} | INSTEAD
     within = in_repository.removeprefix("docs/")
@@ -103,7 +102,7 @@ def site_link(target: str, *, original: str, page: str, files: Files) -> str:
     elif in_repository in shown_at:
         wanted = shown_at[in_repository]
     elif within == in_repository:
-        raise PluginError(f"{original} links to {target}, which is not part of the site: name the file without a link")
+        raise PluginError(f"{original} links to {target}, which is not part of the site; name the file without a link")
     else:
         wanted = f"{within}/files.md" if (ROOT / "docs" / within).is_dir() else within
     if files.get_file_from_path(wanted) is None:
@@ -112,7 +111,7 @@ def site_link(target: str, *, original: str, page: str, files: Files) -> str:
 
 
 def data_folders(docs: Path) -> list[str]:
-    """The folders of results that hold files for other programs."""
+    """Folders of docs/results that hold data files."""
     return sorted(str(path.relative_to(docs)) for path in (docs / "results").iterdir() if path.is_dir())
 
 
@@ -136,13 +135,13 @@ def listing(folder: Path) -> str:
 
 
 def recipes_page() -> str:
-    """Every shipped recipe: a table of the main values, then what its file says."""
+    """Every shipped recipe: a table of the main values, then each file."""
     intro = [
         "# Recipes",
         "",
-        "A recipe is a YAML file that holds every value of a run. These come with massl; `massl recipes` lists them too. Any value can be "
-        "changed on the command line ([settings](settings.md)), and any YAML file with the same keys will do: `--recipe my-recipe.yaml`. "
-        "This page is made from the files.",
+        "A recipe is a YAML file with every value of a run. These come with massl; `massl recipes` lists them too. "
+        "Any value can be changed on the command line ([settings](settings.md)), and you can pass your own YAML file "
+        "with the same keys: `--recipe my-recipe.yaml`. This page is generated from the files.",
         "",
         "| recipe | method | network | views | batch | epochs |",
         "|---|---|---|---|---:|---:|",
@@ -183,13 +182,13 @@ def recipe_section(name: str, path: Path) -> str:
 
 
 def settings_page() -> str:
-    """Every value of a recipe and every option of the commands, from the classes that check them."""
+    """Every value of a recipe and every option of the commands, from their settings classes."""
     parts = [
         "# Settings",
         "",
-        "Every value, from the classes that check it. The defaults are those of a recipe that does not say otherwise; "
-        "`massl pretrain --recipe NAME --help` shows those of a recipe. On the command line: `--trainer.epochs 100`. In a YAML file: "
-        '`trainer: {epochs: 100}`. In Python: `overrides={"trainer.epochs": 100}`.',
+        "Every value, generated from the settings classes. The defaults apply if a recipe does not set the value; "
+        "`massl pretrain --recipe NAME --help` shows those of a recipe. On the command line: `--trainer.epochs 100`. "
+        'In a YAML file: `trainer: {epochs: 100}`. In Python: `overrides={"trainer.epochs": 100}`.',
         "",
         "## Pre-training",
         "",
@@ -215,7 +214,7 @@ def settings_table(title: str, settings: type[Settings], *, prefix: str, level: 
 def settings_rows(
     settings: type[Settings], prefix: str, defaults: Settings | None = None
 ) -> Iterator[tuple[str, str, str]]:
-    """Key, default and meaning of every value, those of parts below their part's name."""
+    """Key, default and meaning of every value; nested values have dotted keys."""
     for name, field in settings.model_fields.items():
         default = field.get_default(call_default_factory=True) if defaults is None else getattr(defaults, name)
         if isinstance(default, Settings):
@@ -235,8 +234,9 @@ def settings_class(annotation: Any) -> type[Settings]:
 
 def shown(default: Any) -> str:
     if default is PydanticUndefined:
-        return "must be given"
+        return "required"
     if default is None or default in ("", (), {}):
         return "none"
     plain = list(default) if isinstance(default, tuple) else default
-    return f"`{yaml.safe_dump(plain, default_flow_style=True, width=1000).removesuffix(chr(10)).removesuffix('...').strip()}`"
+    text = yaml.safe_dump(plain, default_flow_style=True, width=1000)
+    return f"`{text.removesuffix(chr(10)).removesuffix('...').strip()}`"

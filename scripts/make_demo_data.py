@@ -15,12 +15,10 @@ NUM_CLASSES = 10
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An array of unsigned bytes: two zeros, type 8, the number of dimensions, big-endian sizes, data (LeCun's idx
-    format).
-    """
+    """LeCun's idx format: two zeros, type 8 (unsigned bytes), number of dimensions, big-endian sizes, data."""
     content = gzip.decompress(path.read_bytes())
     if content[:3] != b"\0\0\x08":
-        raise ValueError(f"{path} is no idx file of unsigned bytes")
+        raise ValueError(f"{path} is not an idx file of unsigned bytes")
     num_dimensions = content[3]
     shape = np.frombuffer(content, dtype=">u4", count=num_dimensions, offset=4)
     return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * num_dimensions).reshape(shape)

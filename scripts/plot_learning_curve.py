@@ -1,6 +1,4 @@
-"""Draw k-NN accuracy and effective rank over epochs from metrics.jsonl files: plot_learning_curve.py OUT.png LABEL=FILE
-...
-"""
+"""Plot k-NN accuracy and effective rank over epochs: plot_learning_curve.py OUT.png LABEL=METRICS.jsonl ..."""
 
 import sys
 from pathlib import Path

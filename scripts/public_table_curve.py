@@ -1,4 +1,4 @@
-r"""k-NN accuracy of runs over their epochs, between the rows of a public table.
+r"""Plot the k-NN accuracy of runs over epochs, with the rows of a public table as lines.
 
 cd docs/results/lightly-cifar10; python ../../../scripts/public_table_curve.py lightly-cifar10-batch512-200 curve.png \
     "MaSSL, temperature 0.04 to 0.07=metrics.jsonl" "MaSSL, temperature 0.04 throughout=sharp-teacher.jsonl"
@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 
 from massl.reports.published.public import public_tables
 
-LOWEST = 70  # percent: where the axis begins
+LOWEST = 70  # percent: start of the axis
 COLOURS = ("#0067b1", "#d45d00", "#009e73")
 
 
@@ -39,7 +39,7 @@ def main(table_name: str, picture: str, *runs: str) -> None:
         if accuracy is None or accuracy < LOWEST:
             continue
         axes.hlines(accuracy, 0, last_epoch, color="0.75", linewidth=0.8, zorder=0)
-        height = min([accuracy, *(other - 0.58 for other in heights[-1:])])  # names that would overlap move down
+        height = min([accuracy, *(other - 0.58 for other in heights[-1:])])  # move names down that would overlap
         heights.append(height)
         axes.plot([last_epoch, last_epoch * 1.03], [accuracy, height], color="0.75", linewidth=0.8, zorder=0)
         axes.text(last_epoch * 1.035, height, f"{row.method} {accuracy:.1f}", fontsize=7, color="0.3", va="center")

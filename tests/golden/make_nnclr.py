@@ -4,10 +4,12 @@
 The authors published no code. So these values come from two re-implementations, neither of which follows the paper in
 every part alone:
 
-- heads and nearest-neighbour memory from https://github.com/lightly-ai/lightly at commit e8d317fc5a87f4387a85a35e689869039ec249ee (its
-  loss is not used: NTXentLoss adds further negatives, which the paper does not have);
-- the loss from https://github.com/vturrisi/solo-learn at commit 9187ea39c2c3f43c455ab06664d2b019a9802954 (its heads have biases before
-  batch norm). Only the file ``solo/losses/nnclr.py`` is run, with a stand-in for the module of collectives that it imports.
+- heads and nearest-neighbour memory from https://github.com/lightly-ai/lightly at commit
+  e8d317fc5a87f4387a85a35e689869039ec249ee (its loss is not used: NTXentLoss adds further negatives, which the paper
+  does not have);
+- the loss from https://github.com/vturrisi/solo-learn at commit 9187ea39c2c3f43c455ab06664d2b019a9802954 (its heads
+  have biases before batch norm). Only the file ``solo/losses/nnclr.py`` is run, with a stand-in for the module of
+  collectives that it imports.
 
 Each loss is also computed by ``paper_loss`` below, our transcription of the paper's formula in NumPy and float64; the
 script stops where they differ. The loop (symmetric halves, which view enters the memory) is ours, after the paper's
