@@ -16,10 +16,16 @@ import pytest
 import torch.distributed.run
 
 from massl import cli
-from massl.commands.ablate.command import parse_overrides
+from massl.commands.ablate.command import AblateSettings
 from massl.commands.ablate.grids import plan_grid
-from massl.commands.compare.command import _trainings
-from massl.commands.recipe import load_recipe, recipe_header, shipped_recipes
+from massl.commands.arguments import parse
+from massl.commands.compare.command import CompareSettings, _trainings
+from massl.commands.embed import EmbedSettings
+from massl.commands.evaluate.settings import EvaluateSettings
+from massl.commands.pretrain import parse_pretrain
+from massl.commands.recipe import load_recipe, parse_set_options, recipe_header, shipped_recipes
+from massl.commands.report.command import ReportSettings
+from massl.commands.visualize import VisualizeSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = {"bash", "python", "yaml", "text", "bibtex"}  # text: what a program prints, or a drawing
@@ -86,24 +92,24 @@ def status_of(arguments: list[str]) -> int | str | None:
 
 
 def check_pretrain(options: list[str]) -> None:
-    recipe, output = cli.parse_pretrain(options)
+    recipe, output = parse_pretrain(options)
     assert recipe.data.source, "which images?"
     assert output
 
 
 def check_compare(options: list[str]) -> None:
-    settings = cli.parse_compare(options)
+    settings = parse(CompareSettings, "compare", "", options)
     for training in [] if settings.runs else _trainings(settings):
         images = {"data.source": settings.data.source} if settings.data.source else {}
         assert load_recipe(training.recipe, {**training.overrides, **images}).data.source, "which images?"
 
 
 def check_ablate(options: list[str]) -> None:
-    kind, settings = cli.parse_ablate(options)
-    overrides = parse_overrides(settings.set)
+    settings = parse(AblateSettings, "ablate", "", options)
+    overrides = parse_set_options(settings.set)
     base = load_recipe(settings.recipe, overrides)
     grid = plan_grid(
-        kind,
+        settings.kind,
         base,
         output=Path(settings.output),
         values=settings.values,
@@ -182,12 +188,12 @@ def check_python(arguments: list[str]) -> None:
 
 MASSL_CHECKS: dict[str, Callable[[list[str]], Any]] = {
     "pretrain": check_pretrain,
-    "evaluate": cli.parse_evaluate,
-    "embed": cli.parse_embed,
-    "visualize": cli.parse_visualize,
+    "evaluate": lambda options: parse(EvaluateSettings, "evaluate", "", options),
+    "embed": lambda options: parse(EmbedSettings, "embed", "", options),
+    "visualize": lambda options: parse(VisualizeSettings, "visualize", "", options),
     "compare": check_compare,
     "ablate": check_ablate,
-    "report": cli.parse_report,
+    "report": lambda options: parse(ReportSettings, "report", "", options, has_flags=True),
     "recipes": check_recipes,
 }
 CHECKS: dict[str, Callable[[list[str]], None]] = {

@@ -2,7 +2,7 @@
 
 What a reader brings along is small here: `photos/` holds six images, `runs/photos` an untrained ViT-S/16, `images` two
 random ones. Two functions would train for long: `massl.pretrain` resolves its recipe and returns without training,
-`ablate` stops each run after two steps.
+`massl.ablate` stops each run after two steps.
 """
 
 import inspect
@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 
 import massl
-import massl.commands.ablate.command
 from massl.commands.pretrain import PretrainResult, _resolve
 from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper
@@ -55,7 +54,7 @@ def readers_folder(tmp_path: Path, vit_small_file: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def quick_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    real_pretrain, real_ablate = massl.pretrain, massl.commands.ablate.command.ablate
+    real_pretrain, real_ablate = massl.pretrain, massl.ablate
 
     def pretrain(*arguments: Any, **options: Any) -> PretrainResult:
         given = inspect.signature(real_pretrain).bind(*arguments, **options).arguments
@@ -69,7 +68,7 @@ def quick_training(monkeypatch: pytest.MonkeyPatch) -> None:
         return real_ablate(*arguments, **{**options, "overrides": {**options["overrides"], **short}})
 
     monkeypatch.setattr(massl, "pretrain", pretrain)
-    monkeypatch.setattr(massl.commands.ablate.command, "ablate", ablate)
+    monkeypatch.setattr(massl, "ablate", ablate)
 
 
 def run_blocks(document: Any) -> dict[str, Any]:
