@@ -107,11 +107,11 @@ class Training:
     @property
     def networks(self) -> str:
         """What computes the networks, with the reason where it is not what was asked for."""
-        return self._trainer.kernels.networks
+        return self._trainer.execution.networks
 
     @property
     def is_graph(self) -> bool:
-        return self._trainer.kernels.cuda_graph
+        return self._trainer.execution.cuda_graph
 
     def on_views(self, views: ViewBatch, number: int) -> None:
         """One whole update from views that exist already."""

@@ -214,13 +214,13 @@ def test_probe_without_labels_is_refused_where_it_was_asked_for(pretrain: Any, m
 def test_folder_with_other_things_is_not_touched(pretrain: Any, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
-    _assert_refused(pretrain(), "is not empty and holds no massl run; choose another --output (nothing was changed)")
+    _assert_refused(pretrain(), "choose another --output (nothing was changed)")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
 def test_file_as_output_is_refused(pretrain: Any, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("precious")
-    _assert_refused(pretrain(), "run is a file; --output names a folder")
+    _assert_refused(pretrain(), "run is a file; --output")
     assert (tmp_path / "run").read_text() == "precious"
 
 

@@ -25,7 +25,7 @@ from massl.data.sources import ImageSource, open_source
 from massl.methods import METHODS
 from massl.methods.base import Method, TrainingPlan
 from massl.training.environment import describe_environment
-from massl.training.execution import Kernels
+from massl.training.execution import Execution
 from massl.training.metrics_log import read_metrics
 from massl.training.probes import Probe
 from massl.training.run_folder import RunFolder
@@ -183,7 +183,7 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
         folder=folder,
         device=device,
     )
-    _announce(recipe, schedules, len(source), device, trainer.kernels, console)
+    _announce(recipe, schedules, len(source), device, trainer.execution, console)
     plan = TrainingPlan(
         num_images=len(source),
         batch_size=batch_size,
@@ -250,7 +250,7 @@ def _announce(
     schedules: Schedules,
     num_images: int,
     device: torch.device,
-    kernels: Kernels,
+    execution: Execution,
     console: Console,
 ) -> None:
     """Derived values, said once: nothing hides behind a default."""
@@ -263,7 +263,7 @@ def _announce(
         f"{recipe.backbone.name}, {views.num_global} x {views.global_size} px{local_views} views, "
         f"batch {recipe.trainer.batch_size}, peak learning rate {recipe.optimizer.peak_learning_rate(recipe.trainer.batch_size):.3g}, "
         f"{recipe.trainer.precision}, {distributed.world_size()} x {name}\n"
-        f"kernels: {kernels.networks}; CUDA graph: {'yes' if kernels.cuda_graph else 'no'}",
+        f"kernels: {execution.networks}; CUDA graph: {'yes' if execution.cuda_graph else 'no'}",
         markup=False,
         emoji=False,
         soft_wrap=True,

@@ -1,4 +1,4 @@
-"""What a pre-training method is to the trainer: a loss, a change of state after each step, and a backbone to evaluate."""
+"""The interface of a pre-training method: a loss, a state change after each step, and a backbone to evaluate."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,7 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """A value that changes from `start` to `end`: linearly over the first `epochs`, or along a cosine over the whole
-    run (None).
-    """
+    """A value that goes from `start` to `end`: linearly over the first `epochs`, or on a cosine over the run (None)."""
 
     start: float
     end: float
@@ -30,9 +28,7 @@ class Ramp:
 
 
 class EMASettings(Settings):
-    momentum: float = Field(
-        default=0.992, ge=0.0, le=1.0, description="EMA momentum at the first step; rises to 1 along a cosine"
-    )
+    momentum: float = Field(default=0.992, ge=0.0, le=1.0, description="EMA momentum at first; a cosine raises it to 1")
 
     def ramps(self) -> dict[str, Ramp]:
         return {"momentum": Ramp(start=self.momentum, end=1.0)}
@@ -41,9 +37,7 @@ class EMASettings(Settings):
 class TeacherSettings(EMASettings):
     temperature_start: float = Field(default=0.04, gt=0.0, description="teacher temperature at the first step")
     temperature: float = Field(default=0.07, gt=0.0, description="teacher temperature after its warm-up")
-    temperature_warmup_epochs: float = Field(
-        default=30.0, ge=0.0, description="epochs over which it rises linearly, per step"
-    )
+    temperature_warmup_epochs: float = Field(default=30.0, ge=0.0, description="epochs over which it rises linearly")
 
     def ramps(self) -> dict[str, Ramp]:
         warm_up = Ramp(start=self.temperature_start, end=self.temperature, epochs=self.temperature_warmup_epochs)
@@ -51,28 +45,28 @@ class TeacherSettings(EMASettings):
 
 
 class MethodSettings(Settings):
-    """Base of every method's settings; `name` is a Literal in each, by which a recipe chooses."""
+    """Base of every method's settings; `name` is a Literal in each subclass and selects the method in a recipe."""
 
     name: str
 
     def ramps(self) -> dict[str, Ramp]:
-        """The method's own values that change over training, by the names under which StepHyper gives them back."""
+        """The method's scheduled values, by their names in `StepHyper.own`."""
         return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepHyper:
-    """Everything that changes from step to step by schedule.
+    """All scheduled values of one step.
 
-    Numbers, or scalar tensors on the device: a step that is recorded as a CUDA graph reads them anew each time it is
-    replayed. `epoch` is always a number, so `forward` and `after_step` must not depend on it; `Method.frozen` may.
+    Numbers, or scalar tensors on the device, which a CUDA graph reads at each replay. `epoch` is always a number, so
+    `forward` and `after_step` must not depend on it; `Method.frozen` may.
     """
 
     step: int | Tensor
     epoch: int
     learning_rate: float | Tensor
     weight_decay: float | Tensor
-    own: Mapping[str, float | Tensor]  # what the method's settings name in `ramps`
+    own: Mapping[str, float | Tensor]  # the method's own, named in the `ramps` of its settings
 
     @property
     def momentum(self) -> float | Tensor:
@@ -91,7 +85,7 @@ class StepOutput:
 
 
 def combine(outputs: Sequence[StepOutput]) -> StepOutput:
-    """The output of one large batch from those of its equal parts, in order."""
+    """The output of a batch from the outputs of its equal parts, in order."""
     if len(outputs) == 1:
         return outputs[0]
     return StepOutput(
@@ -102,11 +96,9 @@ def combine(outputs: Sequence[StepOutput]) -> StepOutput:
 
 
 class Method(nn.Module, ABC):
-    """One self-supervised method. `forward` changes nothing; `after_step` is the only place where teacher and memory
-    change.
+    """One training method, built by `METHODS[name](settings, backbone_settings, seed=seed)`.
 
-    It is built from its settings, those of the backbone and a seed: `METHODS[name](settings, backbone_settings,
-    seed=seed)`.
+    `forward` changes no state; teacher and memory change only in `after_step`.
     """
 
     min_global_views: int = 2
@@ -124,11 +116,11 @@ class Method(nn.Module, ABC):
     def backbone_to_evaluate(self) -> Backbone: ...
 
     def frozen(self, epoch: int) -> Sequence[nn.Parameter]:
-        """Parameters that stand still in this epoch although they are trained later, or were before."""
+        """Parameters that are not trained in this epoch, though in others."""
         return []
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
-        """Trade time for memory in every backbone that is trained."""
+        """Trade time for memory in every trained backbone."""
         for backbone in self.backbones():
             if any(parameter.requires_grad for parameter in backbone.parameters()):
                 backbone.set_activation_checkpointing(enabled)
@@ -137,77 +129,66 @@ class Method(nn.Module, ABC):
         """Every backbone, trained or not."""
         return [module for module in self.modules() if isinstance(module, Backbone)]
 
-    # -> [num_views, B]
     def drop_path_keys(self, views: ViewBatch, hyper: StepHyper, *, num_views: int) -> Tensor | None:
-        """Keys of stochastic depth for the first views of every image; None where the method has none."""
+        """Keys [num_views, B] of stochastic depth for the first views of every image; None without stochastic depth."""
         if not (self.has_drop_path and self.training):
             return None
         view_numbers = torch.arange(num_views, device=views.image_indices.device)[:, None]
         keys = keyed_random.bits(self.seed, "drop path", hyper.step, views.image_indices[None, :], view_numbers)
         return keys.to(views.global_views.device, non_blocking=True)
 
-    # [N, D] features of `backbone_to_evaluate`
     def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:
-        """Method-specific numbers that show whether training is alive."""
+        """Method-specific health metrics, from features [N, D] of `backbone_to_evaluate`."""
         return {}
 
     def collapse_signs(self, metrics: Mapping[str, float]) -> list[str]:
-        """In plain words, what in a probe's metrics says that training has collapsed; empty when it looks healthy."""
+        """Signs of collapse in a probe's metrics, as sentences for the user; empty if healthy."""
         return []
 
     def slow_signs(self, metrics: Mapping[str, float]) -> list[str]:
-        """In plain words, what in a probe's metrics says that training is alive but will not get far; empty when it
-        looks healthy.
-        """
+        """Signs in a probe's metrics that training works but progresses slowly, as sentences for the user."""
         return []
 
     def cautions(self, plan: "TrainingPlan") -> list[str]:
-        """In plain words, what does not fit together in this recipe and this data set; said once, before training."""
+        """Warnings about this recipe on this data set, shown once before training."""
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What a method may want to know of the run it is used in, for its cautions."""
+    """The facts about a run that `Method.cautions` reads."""
 
     num_images: int
     batch_size: int  # over all processes
-    num_parts: int  # each batch is cut into so many, one after the other
+    num_parts: int  # of each batch (accumulation)
     views: ViewSettings
-    # of all images, -1 where there is none; asked for by those who learn from them
-    labels: Callable[[], Tensor] | None = None
+    labels: Callable[[], Tensor] | None = None  # of all images, -1: unlabelled; called only by supervised methods
 
 
 def caution_on_unused_views(plan: TrainingPlan, name: str, *, num_global: int | None = None) -> list[str]:
-    """For methods that look at global views alone, or at some of them."""
+    """For methods that use only global views, or only some of them."""
     found = []
     if plan.views.num_local:
         found.append(
-            f"{name} looks at global views only: set views.num_local to 0, and the {plan.views.num_local} local ones cost nothing"
+            f"{name} does not use the {plan.views.num_local} local views: set views.num_local to 0 to save time"
         )
     if num_global is not None and plan.views.num_global > num_global:
-        found.append(
-            f"{name} looks at {num_global} global views only, not {plan.views.num_global}: lower views.num_global"
-        )
+        found.append(f"{name} uses {num_global} global views, not {plan.views.num_global}: lower views.num_global")
     return found
 
 
 def caution_on_parts(plan: TrainingPlan, name: str, what: str) -> list[str]:
-    """For methods in whose loss the images of a batch meet."""
+    """For methods whose loss combines the images of a batch."""
     if plan.num_parts == 1:
         return []
     parts = f"each of the {plan.num_parts} parts of a batch"
-    return [
-        f"{name} takes {what} from {parts} on its own: with trainer.accumulation_steps 1 the result would be another"
-    ]
+    return [f"{name} takes {what} from {parts} separately: trainer.accumulation_steps changes the result"]
 
 
 def student_and_teacher(
     backbone: BackboneSettings, build_head: Callable[[int], nn.Module], *, seed: int
 ) -> tuple[Encoder, Encoder]:  # build_head: dimension of the features -> head
-    """An encoder that is trained, and one of the same initial weights that follows it, without gradients and stochastic
-    depth.
-    """
+    """A trained encoder, and one with the same initial weights but no gradients and no stochastic depth."""
 
     def encoder(drop_path_rate: float) -> Encoder:
         network = build_backbone(backbone, seed=seed, drop_path_rate=drop_path_rate)
@@ -217,12 +198,12 @@ def student_and_teacher(
 
 
 def autocast_dtype(device_type: str, otherwise: torch.dtype = torch.float32) -> torch.dtype:
-    """That of matrix products: the one of autocast where it is on."""
+    """The type of matrix products: autocast's if it is on."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else otherwise
 
 
 def seeded(seed: int, purpose: str, build: Callable[[], ModuleType]) -> ModuleType:
-    """A module whose initial weights depend on seed and purpose alone, whatever was drawn before."""
+    """Build a module whose initial weights depend only on seed and purpose, not on earlier random draws."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed_random.seed_from(seed, purpose))
         return build()

@@ -1,19 +1,17 @@
-"""CARP: Representation Learning via Consistent Assignment of Views over Random Partitions (Silva and Ramírez Rivera,
-NeurIPS 2023).
+"""CARP: Consistent Assignment of Views over Random Partitions (Silva and Ramírez Rivera, NeurIPS 2023).
 
 Each step:
-    blocks    = random partition of the prototypes                     # learnt unit vectors; the teacher's are cut alike
-    student   = head(backbone(every view))                             # of any length: it decides how sharp the softmax is
+    blocks    = random partition of the prototypes                     # learnt unit vectors, same cut for the teacher's
+    student   = head(backbone(every view))                             # any length, which sets the softmax's sharpness
     teacher   = the same with EMA weights, global views only, no gradient
     p, q      = softmax(student . block), softmax(teacher . teacher's block)
     loss      = mean over blocks and over pairs of different views of -log <p, q>
                 + mean over blocks of KL(mean of all p and q over the images of all processes || uniform)
-    after the optimiser step: teacher and its prototypes <- EMA of the student's
-The first term is least when each image has one prototype in each block; the second keeps it from being the same one for all images. The
-authors' code moves the teacher just before the optimiser step, so theirs is one step behind.
+    after the optimizer step: teacher and its prototypes <- EMA of the student's
+The first term is least when each image picks one prototype per block; the second keeps all images from picking the same
+one. The authors' code moves the teacher just before the optimizer step, so theirs is one step behind.
 
-MaSSL continues from here: its blocks hold past teacher embeddings, which need not be learnt as prototypes, and it needs
-no second term.
+MaSSL continues from here: its blocks hold past teacher embeddings instead of learnt prototypes and need no second term.
 """
 
 from collections.abc import Mapping
@@ -50,16 +48,16 @@ from massl.ops.scoring.feature_health import embedding_spread, prototype_use
 
 
 class PartitionSettings(Settings):
-    num_prototypes: int = Field(default=65_536, gt=1, description="K: how many prototypes are learnt")
+    num_prototypes: int = Field(default=65_536, gt=1, description="K: number of learnt prototypes")
     block_size: int = Field(
-        default=512, gt=1, description="prototypes of a block; K // block_size blocks are drawn each step"
+        default=512, gt=1, description="prototypes per block; each step draws K // block_size blocks"
     )
 
     @model_validator(mode="after")
     def _blocks_fit(self) -> "PartitionSettings":
         if self.block_size > self.num_prototypes:
             raise ValueError(
-                f"a block of {self.block_size} does not fit {self.num_prototypes} prototypes: "
+                f"block_size {self.block_size} exceeds num_prototypes {self.num_prototypes}: "
                 "lower block_size or raise num_prototypes to a multiple of it"
             )
         return self
@@ -114,9 +112,7 @@ class CARP(Method):
         return self.teacher.backbone
 
     def _blocks(self, prototypes: Prototypes, step: int | Tensor) -> Tensor:  # -> [B, C, D]
-        """Disjoint blocks of a permutation of the prototypes that depends on seed and step alone; those that fill no
-        block are left out.
-        """
+        """Disjoint random blocks of prototypes, keyed by seed and step; the remainder of the division is left out."""
         settings = self.settings.prototypes
         num_blocks = settings.num_prototypes // settings.block_size
         order = keyed_random.permutation(
@@ -143,12 +139,9 @@ class CARP(Method):
 
     def cautions(self, plan: TrainingPlan) -> list[str]:
         settings = self.settings.prototypes
-        found = caution_on_prototypes(plan, settings.num_prototypes) + caution_on_parts(
-            plan, "CARP", "batch norm and the mean use of prototypes"
-        )
-        left_out = settings.num_prototypes % settings.block_size
-        if left_out:
-            found.append(
-                f"method.prototypes.num_prototypes is no multiple of block_size: {left_out:,} random prototypes stay unused each step."
-            )
+        found = caution_on_prototypes(plan, settings.num_prototypes)
+        found += caution_on_parts(plan, "CARP", "batch norm and the mean use of prototypes")
+        if left_out := settings.num_prototypes % settings.block_size:
+            unused = f"{left_out:,} random prototypes stay unused each step"
+            found.append(f"method.prototypes.num_prototypes is no multiple of block_size: {unused}.")
         return found

@@ -1,4 +1,4 @@
-"""Signs of life that contrastive methods with batch norm share (MoCo-v3, NNCLR)."""
+"""Health metrics and collapse signs of contrastive methods with batch norm (MoCo-v3, NNCLR)."""
 
 from collections.abc import Mapping
 
@@ -11,10 +11,9 @@ from massl.ops.scoring.feature_health import effective_rank, embedding_spread
 
 @torch.no_grad()
 def contrastive_health(features: Tensor, projector: nn.Module) -> dict[str, float]:  # [N, D]
-    """How the features spread, and how many dimensions their embeddings use.
+    """Spread of the features and effective rank of their embeddings.
 
-    The spread is that of the features, before the projector: its batch norm spreads whatever it is given, so that of
-    the embeddings says nothing.
+    The spread is taken before the projector, whose batch norm spreads any input.
     """
     return {
         "feature_spread": embedding_spread(normalize(features, dim=-1)),
@@ -25,10 +24,8 @@ def contrastive_health(features: Tensor, projector: nn.Module) -> dict[str, floa
 def contrastive_collapse_signs(metrics: Mapping[str, float]) -> list[str]:
     signs = []
     if metrics["loss_over_guessing"] > 0.99:
-        share = metrics["loss_over_guessing"]
-        signs.append(
-            f"views find their own image among the batch no better than by guessing ({share:.3f} of the cross-entropy of guessing)"
-        )
+        share = f"{metrics['loss_over_guessing']:.3f} of its cross-entropy"
+        signs.append(f"views find their own image among the batch no better than by guessing ({share})")
     if metrics["feature_spread"] < 0.02:
         signs.append(f"all features are nearly the same vector (spread {metrics['feature_spread']:.4f} of 1)")
     if metrics["embedding_rank"] < 2.0:

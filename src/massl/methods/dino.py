@@ -5,9 +5,10 @@ Each step:
     teacher   = the same with EMA weights, global views only, no gradient
     p, q      = softmax(prototypes . student / tau_s), softmax((teacher's prototypes . teacher - centre) / tau_t)
     loss      = mean over pairs of different views of cross_entropy(q, p)
-    after the optimiser step: centre <- running mean of the teacher's similarities; teacher and its prototypes <- EMA of the student's
-Two forces hold each other in balance: the centre keeps one prototype from winning everywhere, the low temperature of the teacher keeps
-all from being alike. In the first epochs the prototypes stand still.
+    after the optimizer step: centre <- running mean of the teacher's similarities;
+                              teacher and its prototypes <- EMA of the student's
+Two forces balance: the centre keeps one prototype from winning everywhere, the teacher's low temperature keeps its
+choice from being uniform. In the first epochs the prototypes are frozen.
 """
 
 from typing import Literal
@@ -34,6 +35,6 @@ class DINO(SelfDistillation):
         return StepOutput(loss=loss, metrics={}, carry={"teacher_embeddings": teacher.mean(dim=0)})
 
     def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
-        # The centre first: the outputs it follows were made with these prototypes.
+        # The centre first: the embeddings it follows belong to the prototypes before the update.
         self.centre.follow(output.carry["teacher_embeddings"], self.teacher_prototypes())
         self.move_teacher(hyper)

@@ -1,14 +1,15 @@
 """iBOT: Image BERT Pre-Training with Online Tokenizer (Zhou et al., ICLR 2022).
 
 Each step:
-    student   = head(class token of every view), head(hidden patches of the global views), of a network that sees the mask token there
-    teacher   = the same with EMA weights, of global views with nothing hidden, no gradient
+    student   = head(class token of every view), head(hidden patches of global views), which it sees as mask tokens
+    teacher   = the same with EMA weights, on global views with nothing hidden, no gradient
     class     = DINO's loss: mean over pairs of different views of the cross-entropy between choices of prototypes
-    patches   = cross-entropy between the choices for each hidden patch and for the teacher's patch in the same place of the same view;
+    patches   = cross-entropy between the student's choice for a hidden patch and the teacher's for the same patch;
                 mean over the hidden patches of a view, then over views
     loss      = class + patches
-    after the optimiser step: each centre <- running mean of the teacher's similarities; teacher and its prototypes <- EMA of the student's
-Class token and patches share head and prototypes, so that patches are named by what whole images are named by; each kind has a centre.
+    after the optimizer step: each centre <- running mean of the teacher's similarities;
+                              teacher and its prototypes <- EMA of the student's
+Class token and patches share head and prototypes, so both are described in the same terms; each has its own centre.
 """
 
 from typing import Literal, Self
@@ -29,30 +30,24 @@ from massl.ops.prototype_attention import cross_view_weights
 
 
 class SharedPrototypeSettings(PrototypeSettings):
-    num_prototypes: int = Field(
-        default=8192, gt=1, description="K: how many prototypes class tokens and patches are compared with"
-    )
+    num_prototypes: int = Field(default=8192, gt=1, description="K: number of prototypes for class tokens and patches")
 
 
 class MaskSettings(Settings):
     ratios: tuple[float, ...] = Field(
         default=(0.0, 0.3), min_length=1, description="shares of patches to hide; each view takes one at random"
     )
-    ratio_variances: tuple[float, ...] = Field(
-        default=(0.0, 0.2), description="by how much at most each of these shares is moved"
-    )
+    ratio_variances: tuple[float, ...] = Field(default=(0.0, 0.2), description="largest random change of each ratio")
 
     @model_validator(mode="after")
     def _shares_are_shares(self) -> Self:
         if len(self.ratios) != len(self.ratio_variances):
-            raise ValueError(
-                f"{len(self.ratios)} ratios need as many ratio_variances; there are {len(self.ratio_variances)}"
-            )
+            raise ValueError(f"{len(self.ratios)} ratios but {len(self.ratio_variances)} ratio_variances; give as many")
         for ratio, variance in zip(self.ratios, self.ratio_variances, strict=True):
             if not 0.0 <= ratio - variance <= ratio + variance <= 1.0:
-                raise ValueError(f"a share of patches lies between 0 and 1; {ratio} +- {variance} does not")
+                raise ValueError(f"ratio {ratio} +- {variance} exceeds the range 0 to 1")
         if max(self.ratios) == 0.0:
-            raise ValueError("nothing would ever be hidden: give a ratio above 0, or choose the method dino")
+            raise ValueError("no patch would be hidden: give a ratio above 0, or use the method dino")
         return self
 
 
@@ -67,13 +62,14 @@ class IBOT(SelfDistillation):
 
     def __init__(self, settings: IBOTSettings, backbone: BackboneSettings, *, seed: int) -> None:
         super().__init__(settings, backbone, seed=seed)
-        # a row, so that it decays as in the authors' code
+        # [1, D], so that weight decay applies to it, as in the authors' code
         self.mask_token = nn.Parameter(torch.zeros(1, self.student.backbone.dim))
         self.patch_centre = Centre(settings.prototypes)
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
-        masks = self._masks(views, hyper)
-        rows, row_weights = masked_rows(masks, self._num_slots(masks))
+        masks, settings = self._masks(views, hyper), self.settings.masks
+        slots = num_slots(*masks.shape, ratios=settings.ratios, ratio_variances=settings.ratio_variances)
+        rows, row_weights = masked_rows(masks, slots)
         student, student_patches = self._student(views, hyper, masks, rows)
         teacher, teacher_patches = self._teacher(views)
         pairs = cross_view_weights(len(student), len(teacher), device=student.device)
@@ -83,7 +79,7 @@ class IBOT(SelfDistillation):
             teacher_patches.flatten(0, 2).index_select(0, rows)[None],
             self.patch_centre,
             hyper,
-            pair_weights=torch.ones(1, 1, device=student.device),  # a hidden patch has one target: the same patch, seen
+            pair_weights=torch.ones(1, 1, device=student.device),  # one target: the teacher's same patch
             row_weights=row_weights,
         )
         return StepOutput(
@@ -93,33 +89,28 @@ class IBOT(SelfDistillation):
         )
 
     def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
-        # The centres first: the outputs they follow were made with these prototypes.
+        # The centres first: the embeddings they follow belong to the prototypes before the update.
         prototypes = self.teacher_prototypes()
         self.centre.follow(output.carry["teacher_embeddings"], prototypes)
         self.patch_centre.follow(output.carry["teacher_patches"], prototypes)
         self.move_teacher(hyper)
 
     def _masks(self, views: ViewBatch, hyper: StepHyper) -> Tensor:  # -> [G * B, N] bool
-        num_global, image_size, settings = len(views.global_views), views.global_views.shape[-1], self.settings.masks
         masks = block_masks(
             (self.seed, "patch masks", hyper.step),
             views.image_indices,
-            num_views=num_global,
-            grid=self.student.backbone.grid(image_size),
-            ratios=settings.ratios,
-            ratio_variances=settings.ratio_variances,
+            num_views=len(views.global_views),
+            grid=self.student.backbone.grid(views.global_views.shape[-1]),
+            ratios=self.settings.masks.ratios,
+            ratio_variances=self.settings.masks.ratio_variances,
             device=views.global_views.device,
         )
         return masks.flatten(0, 1)
 
-    def _num_slots(self, masks: Tensor) -> int:
-        settings = self.settings.masks
-        return num_slots(*masks.shape, ratios=settings.ratios, ratio_variances=settings.ratio_variances)
-
     def _student(
         self, views: ViewBatch, hyper: StepHyper, masks: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor]:  # [G * B, N], [slots] -> [V, B, D], [slots, D]
-        """Embeddings of every view, the global ones with hidden patches, and of the patches in `rows`."""
+        """Embeddings of every view, global ones with hidden patches, and of the patches indexed by `rows`."""
         keys = self.drop_path_keys(views, hyper, num_views=views.num_views)
         classes, patches = self.student.backbone.class_and_patches(
             [group.flatten(0, 1) for group in views.groups()],
@@ -134,9 +125,7 @@ class IBOT(SelfDistillation):
 
     @torch.no_grad()
     def _teacher(self, views: ViewBatch) -> tuple[Tensor, Tensor]:  # -> [G, B, D], [G, B, N, D]
-        """Embeddings of the global views and of all their patches, which the centre of the patches needs."""
+        """Embeddings of the global views and of all their patches; the patch centre needs all."""
         classes, patches = self.teacher.backbone.class_and_patches([views.global_views.flatten(0, 1)])
-        views_and_images = views.global_views.shape[:2]
-        return self.teacher.head(classes).unflatten(0, views_and_images), self.teacher.head(patches).unflatten(
-            0, views_and_images
-        )
+        shape = views.global_views.shape[:2]
+        return self.teacher.head(classes).unflatten(0, shape), self.teacher.head(patches).unflatten(0, shape)

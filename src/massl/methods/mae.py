@@ -2,16 +2,15 @@
 
 Each step, for every global view:
     kept        = a quarter of the patches, at random                  # new for each step, image and view
-    tokens      = backbone(patches in kept, class token)               # the hidden ones cost nothing here
+    tokens      = backbone(patches in kept, class token)               # hidden patches cost nothing here
     predictions = decoder(tokens at their places, mask tokens at all others)
     targets     = pixels of each patch, less their mean and over their standard deviation
     loss        = mean squared error over the hidden patches
-There is one network, no teacher and no comparison of images, so nothing can collapse, and views need no more than a crop and a flip.
+There is one network, no teacher and no comparison of images, so nothing can collapse; a crop and a flip are enough.
 
-The class token takes part like any other token and has no loss of its own; its feature is the one that is evaluated.
-Positions are fixed sines and cosines in backbone and decoder, and weights start as the authors' do. With
-trainer.precision bf16 views are rounded before they become targets, by at most 0.45 of one of an 8-bit image's 256
-levels (where a pixel is furthest from the mean; the levels lie 0.017 apart).
+The class token has no loss of its own; its feature is the one that is evaluated. Positions are fixed sines and cosines
+in backbone and decoder, and weights are initialised as the authors do. With trainer.precision bf16, views are rounded
+before they become targets, by at most 0.45 of an 8-bit level (the levels lie 0.017 apart).
 """
 
 import functools
@@ -46,11 +45,9 @@ _NUM_COLOURS = 3
 
 class MAESettings(MethodSettings):
     name: Literal["mae"] = "mae"
-    hidden_share: float = Field(
-        default=0.75, gt=0.0, lt=1.0, description="share of the patches that the backbone does not see"
-    )
+    hidden_share: float = Field(default=0.75, gt=0.0, lt=1.0, description="share of patches hidden from the backbone")
     normalise_targets: bool = Field(
-        default=True, description="predict each patch less its mean and over its standard deviation"
+        default=True, description="normalise the pixels of each patch before predicting them"
     )
     decoder: DecoderSettings = DecoderSettings()
 
@@ -83,22 +80,20 @@ class MAE(Method):
         keys = self.drop_path_keys(views, hyper, num_views=num_views)
         kept = self.kept_patches(views, hyper).flatten(0, 1)
         tokens = self.backbone.visible(images, kept, None if keys is None else keys.flatten())
-        fused_kernels, float32_stream = self.backbone.fused_kernels, self.backbone.float32_stream
-        predictions = self.decoder(
-            tokens, kept, self._grid(views), fused_kernels=fused_kernels, float32_stream=float32_stream
-        )
+        fused, float32_stream = self.backbone.fused_kernels, self.backbone.float32_stream
+        predictions = self.decoder(tokens, kept, self._grid(views), fused_kernels=fused, float32_stream=float32_stream)
         patches = cut_patches(images, self.backbone.patch_size)
         targets = normalised_patches(patches) if self.settings.normalise_targets else patches.float()
         return StepOutput(loss=hidden_patch_error(predictions, targets, kept), metrics={}, carry={})
 
     def kept_patches(self, views: ViewBatch, hyper: StepHyper) -> Tensor:  # -> [G, B, n] int64
-        """Numbers of the patches that the backbone sees, keyed by step, image and view."""
+        """Indices of the patches that the backbone sees, keyed by step, image and view."""
         height, width = self._grid(views)
         num_kept = int(height * width * (1.0 - self.settings.hidden_share))
         if num_kept == 0:
             raise RecipeError(
-                f"method.hidden_share {self.settings.hidden_share} leaves none of {height} x {width} patches visible; lower it, "
-                "or make views.global_size larger or backbone.patch_size smaller"
+                f"method.hidden_share {self.settings.hidden_share} leaves none of {height} x {width} patches visible; "
+                "lower it, raise views.global_size or lower backbone.patch_size"
             )
         return random_kept(
             (self.seed, "mae patches", hyper.step),
@@ -113,14 +108,14 @@ class MAE(Method):
         return self.backbone.grid(views.global_views.shape[-1])
 
     def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
-        """Nothing changes but by gradients."""
+        """There is no state besides the trained weights."""
 
     def backbone_to_evaluate(self) -> Backbone:
         return self.backbone
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         super().set_activation_checkpointing(enabled)
-        self.decoder.activation_checkpointing = enabled  # of all tokens, where the backbone has a quarter of them
+        self.decoder.activation_checkpointing = enabled  # it has four times the backbone's tokens
 
     def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:
         return {"feature_spread": embedding_spread(normalize(features, dim=-1))}
@@ -141,10 +136,9 @@ class MAE(Method):
 
 @torch.no_grad()
 def _initialised(module: ModuleType) -> ModuleType:
-    """Weights as the authors start them: uniform by the rule of Glorot and Bengio (2010), no biases; tokens normal with
-    0.02.
+    """The authors' initial weights: Xavier-uniform, zero biases, tokens normal with 0.02.
 
-    The patch embedding counts as the linear layer it is, and keeps the bias that PyTorch gives to convolutions.
+    The patch embedding counts as a linear layer, but keeps PyTorch's bias of a convolution.
     """
     for part in module.modules():
         if isinstance(part, nn.Linear):

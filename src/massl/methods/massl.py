@@ -6,8 +6,8 @@ Each step:
     teacher   = the same with EMA weights, global views only, no gradient
     loss      = mean over blocks and over pairs of different views of
                 cross_entropy(softmax(teacher . block / tau_t), softmax(student . block / tau_s))
-    after the optimiser step: teacher <- EMA of student; memory <- teacher embeddings of the second global view
-Nothing else keeps it from collapsing: no centring, no prototypes, no regulariser, only the randomness of the blocks.
+    after the optimizer step: teacher <- EMA of student; memory <- teacher embeddings of the second global view
+Only the random blocks prevent collapse: there is no centring, no prototype and no regulariser.
 """
 
 import math
@@ -40,20 +40,18 @@ from massl.nn.memory import MemoryBank, MemorySettings
 from massl.ops.memory_attention import block_entropy, memory_loss
 from massl.ops.scoring.feature_health import embedding_spread
 
-# The teacher view that enters the memory: the second global one, with solarisation and little blur (figure 1 and the
-# authors' code; the paper's pseudo-code names the first).
+# The teacher view stored in the memory: the second global one, with solarisation and little blur (figure 1 and the
+# authors' code; the paper's pseudo-code says the first).
 _ENQUEUED_VIEW = 1
-# Of the largest entropy a teacher can have. After the first tenth of a run no run that learnt was above 0.84 (the
-# highest: docs/results/cifar10/run1-paper-views.jsonl, 0.834 at the tenth). The three above 0.85 fell behind their
-# neighbours: six_temp07 and six_nobn of docs/results/lightly-cifar10/pilots.jsonl, and
+# Share of the largest possible teacher entropy above which runs learn slowly. After a tenth of the run, no good run was
+# above 0.84 (docs/results/cifar10/run1-paper-views.jsonl: 0.834); three were above 0.85 and learnt less than similar
+# ones: six_temp07 and six_nobn of docs/results/lightly-cifar10/pilots.jsonl, and
 # docs/results/tiny-imagenet-100/massl-20-epochs-m90-bn-jax.jsonl.
 _EVEN_TEACHER = 0.85
 
 
 class MaSSLHeadSettings(HeadSettings):
-    batch_norm: bool = Field(
-        default=False, description="batch norm after each layer of the head but the last, as ResNets need it"
-    )
+    batch_norm: bool = Field(default=False, description="batch norm after all layers but the last; ResNets need it")
 
     def build(self, in_dim: int) -> nn.Module:
         return BatchNormHead(in_dim, self, unit_length=True) if self.batch_norm else ProjectionHead(in_dim, self)
@@ -61,12 +59,10 @@ class MaSSLHeadSettings(HeadSettings):
 
 class MaSSLSettings(MethodSettings):
     name: Literal["massl"] = "massl"
-    student_temperature: float = Field(
-        default=0.1, gt=0.0, description="temperature of the student's softmax over memory rows"
-    )
+    student_temperature: float = Field(default=0.1, gt=0.0, description="of the student's softmax over memory rows")
     student_views: Literal["all", "local"] = Field(
         default="all",
-        description="what the student sees; local: not the teacher's views, so that those may be augmented less (ReSSL)",
+        description="views of the student; local: not the teacher's, so that those may be augmented less (ReSSL)",
     )
     teacher: TeacherSettings = TeacherSettings()
     head: MaSSLHeadSettings = MaSSLHeadSettings()
@@ -140,13 +136,11 @@ class MaSSL(Method):
         most = math.log(self.settings.memory.block_size)
         if metrics["loss"] > 0.995 * most:
             size = self.settings.memory.block_size
-            signs.append(
-                f"the loss {metrics['loss']:.3f} is that of random guessing over a block (ln {size} = {most:.3f})"
-            )
+            guessing = f"random guessing over a block (ln {size} = {most:.3f})"
+            signs.append(f"the loss {metrics['loss']:.3f} is that of {guessing}")
         if metrics["teacher_entropy"] < 0.05:
-            signs.append(
-                f"the teacher puts all weight on one memory row (entropy {metrics['teacher_entropy']:.3f} nats)"
-            )
+            entropy = f"entropy {metrics['teacher_entropy']:.3f} nats"
+            signs.append(f"the teacher puts all weight on one memory row ({entropy})")
         if metrics["embedding_spread"] < 0.02:
             signs.append(f"all embeddings are nearly the same vector (spread {metrics['embedding_spread']:.4f} of 1)")
         return signs
@@ -157,7 +151,7 @@ class MaSSL(Method):
             return []
         entropy = f"entropy {metrics['teacher_entropy']:.2f} of at most {most:.2f} nats"
         return [
-            f"the teacher hardly prefers any memory row ({entropy}); a lower method.teacher.temperature sharpens it"
+            f"the teacher hardly prefers any memory row ({entropy}); lower method.teacher.temperature to sharpen it"
         ]
 
     def cautions(self, plan: TrainingPlan) -> list[str]:
@@ -165,22 +159,18 @@ class MaSSL(Method):
         found = []
         if num_rows > plan.num_images:
             found.append(
-                f"the memory (method.memory.num_rows = {num_rows:,}) is larger than the data set ({plan.num_images:,} images): it holds "
-                "several embeddings of the same image, and a view is asked to match its own past. Lower it below the number of images."
+                f"the memory (method.memory.num_rows = {num_rows:,}) is larger than the data set ({plan.num_images:,} "
+                "images), so a view may have to match its own past embeddings. Lower it below the number of images."
             )
-        if num_rows % self.settings.memory.block_size:
-            left_out = num_rows % self.settings.memory.block_size
-            found.append(
-                f"method.memory.num_rows is no multiple of block_size: {left_out:,} random rows stay unused each step."
-            )
+        if left_out := num_rows % self.settings.memory.block_size:
+            unused = f"{left_out:,} random rows stay unused each step"
+            found.append(f"method.memory.num_rows is no multiple of block_size: {unused}.")
         if self.settings.head.batch_norm:
             found += caution_on_parts(plan, "batch norm in the head", "its statistics")
         return found
 
 
 def winner_share(queries: Tensor, blocks: Tensor) -> float:  # [N, D], [B, N_b, D] -> number in (0, 1]
-    """Of the memory rows that could be the nearest one of some query, the share that is: low when a few rows attract
-    everything.
-    """
+    """Memory rows that are nearest to some query, as a share of the possible number; low: a few rows attract all."""
     num_winners = sum(int(torch.unique((queries @ block.T).argmax(dim=1)).numel()) for block in blocks)
     return num_winners / (blocks.shape[0] * min(blocks.shape[1], queries.shape[0]))

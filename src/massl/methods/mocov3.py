@@ -1,19 +1,17 @@
 """MoCo-v3: An Empirical Study of Training Self-Supervised Vision Transformers (Chen, Xie and He, ICCV 2021).
 
 Each step:
-    queries   = predictor(projector(backbone(both global views)))       # student
-    keys      = projector(backbone(both global views))                  # teacher: EMA weights, no gradient, no predictor
+    queries   = predictor(projector(backbone(both global views)))      # student
+    keys      = projector(backbone(both global views))                 # teacher: EMA weights, no gradient, no predictor
     loss      = 2 tau x [InfoNCE(queries of view 1, keys of view 2) + InfoNCE(queries of view 2, keys of view 1)]
                 each query against the keys of the whole batch, of all ranks; its own image's is the positive
-    after the optimiser step: teacher <- EMA of student
-There is no queue: batches are large. What keeps a vision transformer stable is that its patch embedding stays as it was drawn (section 4);
+    after the optimizer step: teacher <- EMA of student
+Batches are large, so there is no queue. A frozen random patch embedding keeps a vision transformer stable (section 4);
 position embeddings are fixed sines and cosines. The paper evaluates the trained backbone, not the teacher's.
 
-Order of updates. The authors' code moves the teacher inside the forward pass, before it computes keys: in step i, by
-the momentum m_i, towards the weights that step i - 1 has left (in step 0 both are equal, and nothing moves). Here it
-moves at the end of step i - 1, towards the same weights. So the keys of every step come from the same moves; only the
-momentum of a move is that of one step earlier, m_{i-1} instead of m_i. On the cosine from 0.99 to 1 they differ by at
-most 0.01 (pi / 2) / (number of steps): 1.7e-7 for 300 epochs of 312 steps.
+Order of updates: the authors move the teacher inside the forward pass of step i, with momentum m_i, towards the weights
+that step i - 1 left. Here it moves at the end of step i - 1 towards the same weights, with m_{i-1}. On the cosine from
+0.99 to 1 the two momenta differ by at most 0.01 (pi / 2) / (number of steps), 1.7e-7 for 300 epochs of 312 steps.
 """
 
 import math
@@ -51,17 +49,13 @@ _NUM_VIEWS = 2
 
 
 class MoCoTeacherSettings(EMASettings):
-    momentum: float = Field(
-        default=0.99, ge=0.0, le=1.0, description="EMA momentum at the first step; rises to 1 along a cosine"
-    )
+    momentum: float = Field(default=0.99, ge=0.0, le=1.0, description="EMA momentum at first; a cosine raises it to 1")
 
 
 class MoCoV3Settings(MethodSettings):
     name: Literal["mocov3"] = "mocov3"
     temperature: float = Field(default=0.2, gt=0.0, description="tau of the softmax over keys")
-    freeze_patch_embedding: bool = Field(
-        default=True, description="leave a transformer's random patch embedding untrained"
-    )
+    freeze_patch_embedding: bool = Field(default=True, description="do not train a transformer's patch embedding")
     teacher: MoCoTeacherSettings = MoCoTeacherSettings()
     projector: ProjectorSettings = ProjectorSettings()
     predictor: PredictorSettings = PredictorSettings()
@@ -77,11 +71,8 @@ class MoCoV3(Method):
         self.seed = seed
         self.has_drop_path = backbone.drop_path_rate > 0.0
         self.student = self._encoder(backbone, drop_path_rate=backbone.drop_path_rate)
-        self.predictor = seeded(
-            seed,
-            "predictor",
-            lambda: build_predictor(settings.projector.out_dim, settings.predictor, last_norm="plain"),
-        )
+        dim = settings.projector.out_dim
+        self.predictor = seeded(seed, "predictor", lambda: build_predictor(dim, settings.predictor, last_norm="plain"))
         self.teacher = self._encoder(backbone, drop_path_rate=0.0).requires_grad_(False)
 
     def _encoder(self, backbone_settings: BackboneSettings, *, drop_path_rate: float) -> ViewwiseEncoder:
@@ -99,8 +90,8 @@ class MoCoV3(Method):
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
         both = views.global_views[:_NUM_VIEWS]
-        # [2, B, D]
-        queries = self.predictor(self.student(both, self.drop_path_keys(views, hyper, num_views=_NUM_VIEWS)))
+        embeddings = self.student(both, self.drop_path_keys(views, hyper, num_views=_NUM_VIEWS))  # [2, B, D]
+        queries = self.predictor(embeddings)
         with torch.no_grad():
             keys = normalize(self.teacher(both), dim=-1)
             all_keys = distributed.gather_rows(keys.transpose(0, 1)).transpose(0, 1)  # [2, B * ranks, D]
@@ -112,8 +103,7 @@ class MoCoV3(Method):
             first_positive=distributed.rank() * num_images,
         )
         metrics = {"contrastive_top1": top1, "loss_over_guessing": loss.detach() / math.log(num_keys)}
-        # The first 2: the sum over both directions, not their mean. 2 tau: the size of gradients then depends less on
-        # the temperature.
+        # 2: the sum over both directions, not their mean. 2 tau: gradients then depend less on the temperature.
         return StepOutput(loss=2.0 * 2.0 * self.settings.temperature * loss, metrics=metrics, carry={})
 
     def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
@@ -135,10 +125,9 @@ class MoCoV3(Method):
 
 
 def draw_weights(model: VisionTransformer) -> VisionTransformer:
-    """New weights by the rule of the authors' code: Xavier-uniform, query, key and value as three matrices, the patch
-    embedding as one.
+    """The authors' initial weights: Xavier-uniform, with query, key and value as three matrices; zero biases.
 
-    Norms are left as they are; biases are zero; the class token is nearly so.
+    The patch embedding is one matrix, the class token is nearly zero, norms are not changed.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):

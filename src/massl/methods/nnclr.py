@@ -1,5 +1,4 @@
-"""NNCLR: With a Little Help from My Friends (Dwibedi, Aytar, Tompson, Sermanet and Zisserman, ICCV 2021; arXiv
-2104.14548).
+"""NNCLR: With a Little Help from My Friends (Dwibedi, Aytar, Tompson, Sermanet and Zisserman, ICCV 2021).
 
 Each step:
     z         = projector(backbone(both global views))                  # embeddings
@@ -7,11 +6,12 @@ Each step:
     friends   = the row of the memory nearest to each z, no gradient    # past embeddings of other images
     loss      = 1/2 InfoNCE(friends of view 1, p of view 2) + 1/2 InfoNCE(friends of view 2, p of view 1)
                 each friend against the predictions of the whole batch, of all ranks; its own image's is the positive
-    after the optimiser step: memory <- embeddings of the first view
-A positive is thus another image that looks alike, which no augmentation could make. There is no teacher: the trained backbone is evaluated.
+    after the optimizer step: memory <- embeddings of the first view
+The positive is thus another, similar image, which no augmentation could make. There is no teacher: the trained backbone
+is evaluated.
 
-The authors published no code; this follows the algorithm of the paper. Rows of the memory start as random unit vectors
-and are used from the first step, as in the re-implementations of lightly and solo-learn.
+The authors published no code; this follows the paper's algorithm. The memory starts as random unit vectors and is used
+from the first step, as in the re-implementations of lightly and solo-learn.
 """
 
 import math
@@ -52,7 +52,7 @@ class NNCLRProjectorSettings(ProjectorSettings):
 
 
 class SupportSetSettings(Settings):
-    num_rows: int = Field(default=98_304, gt=0, description="how many past embeddings the memory holds")
+    num_rows: int = Field(default=98_304, gt=0, description="number of past embeddings in the memory")
 
 
 class NNCLRSettings(MethodSettings):
@@ -81,8 +81,8 @@ class NNCLR(Method):
         both = views.global_views[:_NUM_VIEWS]
         embeddings = self.student(both, self.drop_path_keys(views, hyper, num_views=_NUM_VIEWS))  # [2, B, D]
         predictions = normalize(self.predictor(embeddings), dim=-1)
-        # [2, B * ranks, D]
-        all_predictions = distributed.gather_rows_with_gradient(predictions.transpose(0, 1)).transpose(0, 1)
+        gathered = distributed.gather_rows_with_gradient(predictions.transpose(0, 1))
+        all_predictions = gathered.transpose(0, 1)  # [2, B * ranks, D]
         unit = normalize(embeddings.detach(), dim=-1)
         nearest, similarity = most_similar_rows(unit.flatten(0, 1), self.memory.rows)
         friends = self.memory.rows[nearest].reshape(unit.shape)
@@ -119,7 +119,7 @@ class NNCLR(Method):
         num_rows = self.settings.memory.num_rows
         if num_rows > plan.num_images:
             found.append(
-                f"the memory (method.memory.num_rows = {num_rows:,}) is larger than the data set ({plan.num_images:,} images): the nearest "
-                "neighbour of an image is then often its own past. Lower it below the number of images."
+                f"the memory (method.memory.num_rows = {num_rows:,}) is larger than the data set ({plan.num_images:,} "
+                "images): the nearest neighbour of an image is often its own past. Lower it below the number of images."
             )
         return found

@@ -1,4 +1,4 @@
-"""What DINO and iBOT share: a student that imitates how its own moving average chooses among prototypes."""
+"""The base of DINO and iBOT: a student that imitates how its moving average (teacher) chooses among prototypes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,11 @@ from massl.ops.scoring.feature_health import embedding_spread, prototype_use
 
 
 class SlowTeacherSettings(TeacherSettings):
-    momentum: float = Field(
-        default=0.996, ge=0.0, le=1.0, description="EMA momentum at the first step; rises to 1 along a cosine"
-    )
+    momentum: float = Field(default=0.996, ge=0.0, le=1.0, description="EMA momentum at first; a cosine raises it to 1")
 
 
 class SelfDistillationSettings(MethodSettings):
-    student_temperature: float = Field(
-        default=0.1, gt=0.0, description="temperature of the student's softmax over prototypes"
-    )
+    student_temperature: float = Field(default=0.1, gt=0.0, description="of the student's softmax over prototypes")
     teacher: SlowTeacherSettings = SlowTeacherSettings()
     head: HeadSettings = HeadSettings()
     prototypes: PrototypeSettings = PrototypeSettings()
@@ -45,7 +41,7 @@ class SelfDistillationSettings(MethodSettings):
 
 
 class SelfDistillation(Method):
-    """Student, teacher, the prototypes of each, and the centre of the teacher's choices."""
+    """Student, teacher, the prototypes of each, and the centre of the teacher's similarities."""
 
     def __init__(self, settings: SelfDistillationSettings, backbone: BackboneSettings, *, seed: int) -> None:
         super().__init__()
@@ -72,9 +68,7 @@ class SelfDistillation(Method):
         pair_weights: Tensor,
         row_weights: Tensor | None = None,
     ) -> Tensor:  # [V, N, D], [G, N, D], [V, G], [N] -> []
-        """Cross-entropies between the teacher's choices of prototypes, centred and sharpened, and the student's; a
-        weighted sum.
-        """
+        """Weighted sum of cross-entropies between the teacher's (centred, sharpened) and the student's choices."""
         return prototype_loss(
             student,
             teacher,
@@ -89,7 +83,7 @@ class SelfDistillation(Method):
         )
 
     def move_teacher(self, hyper: StepHyper) -> None:
-        """Teacher and its prototypes towards the student's."""
+        """Move the teacher and its prototypes towards the student's."""
         move_towards(self.teacher, self.student, momentum=hyper.momentum)
         move_towards(self.teacher_prototypes, self.student_prototypes, momentum=hyper.momentum)
 
@@ -119,19 +113,16 @@ class SelfDistillation(Method):
 
 
 def prototype_collapse_signs(metrics: Mapping[str, float], *, num_prototypes: int) -> list[str]:
-    """The two ways in which a teacher that chooses among prototypes fails (Caron et al., 2021, section 5.3), and equal
-    embeddings.
-    """
+    """The two collapses of a teacher with prototypes (Caron et al., 2021, section 5.3), and equal embeddings."""
     signs = []
     most = math.log(num_prototypes)
-    # 0.5 % below ln K: random unit vectors under a temperature of 0.04 in 256 dimensions are 11 % below.
+    # 0.5 % below ln K; random unit vectors in 256 dimensions at a temperature of 0.04 are 11 % below.
     if (entropy := metrics["teacher_entropy"]) > 0.995 * most:
         of_most = f"{entropy:.3f} of ln {num_prototypes:,} = {most:.3f} nats"
         signs.append(f"the teacher gives all prototypes the same share (entropy {of_most})")
     if (entropy := metrics["prototype_entropy"]) < 0.05:
-        signs.append(
-            f"the teacher chooses one prototype for all images (entropy of its mean choice {entropy:.3f} nats)"
-        )
+        mean_choice = f"entropy of its mean choice {entropy:.3f} nats"
+        signs.append(f"the teacher chooses one prototype for all images ({mean_choice})")
     if metrics["embedding_spread"] < 0.02:
         signs.append(f"all embeddings are nearly the same vector (spread {metrics['embedding_spread']:.4f} of 1)")
     return signs
@@ -141,6 +132,6 @@ def caution_on_prototypes(plan: TrainingPlan, num_prototypes: int) -> list[str]:
     if num_prototypes <= plan.num_images:
         return []
     return [
-        f"there are more prototypes (method.prototypes.num_prototypes = {num_prototypes:,}) than images ({plan.num_images:,}): "
-        "each image can have its own, and nothing needs to be grouped. Lower it below the number of images."
+        f"there are more prototypes (method.prototypes.num_prototypes = {num_prototypes:,}) than images "
+        f"({plan.num_images:,}), so images need not share them. Lower it below the number of images."
     ]

@@ -1,22 +1,16 @@
-"""Supervised training as in DeiT, without distillation (Touvron, Cord, Douze, Massa, Sablayrolles and Jégou, ICML
-2021).
+"""Supervised training as in DeiT, without distillation (Touvron et al., ICML 2021): the reference for other methods.
 
 Each step:
-    images  = every global view, a sample of its own                   # several views of an image: repeated augmentation
+    images  = every global view as its own sample                      # several per image: repeated augmentation
     images  = normal noise in a rectangle of a quarter of them         # random erasing
     targets = 0.9 on the image's class, 0.1 spread over all classes    # label smoothing
-    images, targets = each mixed with its partner's                    # mixup or CutMix, one mixture for the whole batch
+    images, targets = each mixed with its partner's                    # mixup or CutMix, one mixture per batch
     loss    = cross_entropy(targets, softmax(classifier(backbone(images))))
-It is the reference that self-supervised methods are measured by; the classifier is not needed to evaluate features.
+A mixed image counts for both classes by their shares. An image without a label (-1) adds nothing to the loss.
 
-Where this departs from DeiT: RandAugment is not among our views; colour jitter, grey, blur and solarisation stand in
-its place, much as in its successor's three-augment (DeiT III, Touvron et al., 2022). DeiT also averages its weights
-over time, but evaluates the plain ones in its code, so there is no average here. Partners are found among the images
-that a process takes through the network at once: several processes, or several parts of a batch, share the mixture but
-not the partners.
-
-A mixed image counts for both classes, each by its share. An image without a label (-1) has no class and adds nothing to
-the loss.
+Differences from DeiT: our views have no RandAugment but colour jitter, grey, blur and solarisation, close to DeiT III's
+three-augment (Touvron et al., 2022). There is no average of weights, because DeiT's code evaluates the plain ones.
+Partners are found within the images of one forward pass: processes and parts of a batch share only the mixture.
 """
 
 import math
@@ -55,22 +49,12 @@ from massl.ops.mixup import (
 
 class SupervisedSettings(MethodSettings):
     name: Literal["supervised"] = "supervised"
-    num_classes: int = Field(
-        default=1000, gt=1, description="classes of the training images; labels are 0 to num_classes - 1"
-    )
-    label_smoothing: float = Field(
-        default=0.1, ge=0.0, lt=1.0, description="part of each target that is spread over all classes"
-    )
-    mixup_alpha: float = Field(default=0.8, ge=0.0, description="mixup by a share from Beta(alpha, alpha); 0: no mixup")
-    cutmix_alpha: float = Field(
-        default=1.0, ge=0.0, description="CutMix by a share from Beta(alpha, alpha); 0: no CutMix"
-    )
-    cutmix_probability: float = Field(
-        default=0.5, ge=0.0, le=1.0, description="how often CutMix is taken where there is mixup too"
-    )
-    erasing_probability: float = Field(
-        default=0.25, ge=0.0, le=1.0, description="how often a rectangle of a view becomes noise"
-    )
+    num_classes: int = Field(default=1000, gt=1, description="number of classes; labels are 0 to num_classes - 1")
+    label_smoothing: float = Field(default=0.1, ge=0.0, lt=1.0, description="part of a target spread over all classes")
+    mixup_alpha: float = Field(default=0.8, ge=0.0, description="mixup share from Beta(alpha, alpha); 0: no mixup")
+    cutmix_alpha: float = Field(default=1.0, ge=0.0, description="CutMix share from Beta(alpha, alpha); 0: no CutMix")
+    cutmix_probability: float = Field(default=0.5, ge=0.0, le=1.0, description="of CutMix where mixup is on too")
+    erasing_probability: float = Field(default=0.25, ge=0.0, le=1.0, description="of noise in a rectangle of a view")
 
     @property
     def mixes(self) -> bool:
@@ -102,8 +86,7 @@ class Supervised(Method):
             images, targets, share = mix_images(images, mixture), mix_rows(targets, mixture.share), mixture.share
         keys = self.drop_path_keys(views, hyper, num_views=len(views.global_views))
         logits = self.encoder([images.reshape(views.global_views.shape)], keys).flatten(0, 1)
-        # A label beyond the classes would be no class at all, and pass unseen. On the device no error can be raised;
-        # this stops training.
+        # A label beyond the classes would silently count as none. The device cannot raise, but a NaN stops training.
         poison = torch.where((labels >= self.settings.num_classes).any(), torch.nan, 1.0)
         loss = soft_cross_entropy(logits, targets) * poison
         return StepOutput(loss=loss, metrics=_train_metrics(logits.detach(), labels, share), carry={})
@@ -111,8 +94,8 @@ class Supervised(Method):
     def _labels(self, views: ViewBatch, hyper: StepHyper) -> Tensor:  # -> [B] int64 on the device of the views
         labels = views.labels
         if labels is None:
-            raise RecipeError("supervised training needs labels, and these views have none")
-        # as they come from the loader, before they are staged for a recording: reading them costs nothing
+            raise RecipeError("supervised training needs labels, but the images have none")
+        # On the CPU, as the loader gives them, reading labels costs nothing; for a CUDA graph they are on the device.
         if labels.device.type == "cpu":
             self._refuse_wrong_labels(labels, is_first=isinstance(hyper.step, int) and hyper.step == 0)
         return labels.to(views.global_views.device, non_blocking=True)
@@ -121,13 +104,13 @@ class Supervised(Method):
         largest, num_classes = int(labels.max()), self.settings.num_classes
         if largest >= num_classes:
             raise RecipeError(
-                f"an image has the label {largest}, and method.num_classes is {num_classes}; labels count from 0, so it must be "
-                f"{largest + 1} or more"
+                f"an image has the label {largest}, but method.num_classes is {num_classes}; labels count from 0, "
+                f"so it must be {largest + 1} or more"
             )
         if is_first and largest < 0:
             raise RecipeError(
-                f"none of {len(labels):,} images has a label, and supervised training learns from labels; give a labelled "
-                "data.source, such as a folder with one folder of images for each class"
+                f"none of {len(labels):,} images has a label; supervised training needs a labelled data.source, "
+                "such as a folder with one folder of images per class"
             )
 
     def _erased(self, views: ViewBatch, hyper: StepHyper) -> Tensor:  # -> [G * B, 3, H, W]
@@ -154,7 +137,7 @@ class Supervised(Method):
         )
 
     def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
-        """Nothing changes but by gradients."""
+        """There is no state besides the trained weights."""
 
     def backbone_to_evaluate(self) -> Backbone:
         return self.encoder.backbone
@@ -174,9 +157,7 @@ class Supervised(Method):
             self._refuse_wrong_labels(labels, is_first=True)
             num_unlabelled = int((labels < 0).sum())
             if num_unlabelled:
-                found.append(
-                    f"{num_unlabelled:,} of {len(labels):,} images have no label: supervised learns nothing from them"
-                )
+                found.append(f"{num_unlabelled:,} of {len(labels):,} images have no label and are not learnt from")
         if self.settings.mixes:
             found += caution_on_parts(plan, "supervised", "the partners of mixup and CutMix")
         return found
@@ -191,7 +172,7 @@ def _classifier(in_dim: int, num_classes: int) -> nn.Linear:
 
 @torch.no_grad()
 def _train_metrics(logits: Tensor, labels: Tensor, share: Tensor) -> dict[str, Tensor]:  # [R, C], [R], []
-    """Accuracy in percent on what was trained on, mixed images and all; and how many images had a label."""
+    """Accuracy in percent on the (mixed) training images, and the share of images with a label."""
     predicted = logits.argmax(dim=1)
     hits = share * (predicted == labels) + (1.0 - share) * (predicted == labels.flip(0))
     labelled = (labels >= 0).float().mean()

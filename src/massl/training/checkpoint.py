@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, the last few kept, milestones kept for good."""
+"""Checkpoints: written atomically; the last few are kept, milestones for good."""
 
 import re
 import zipfile
@@ -34,9 +34,7 @@ class CheckpointStore:
         return self.folder / f"step_{step:09d}.pt"
 
     def save(self, step: int, state: Mapping[str, Any], *, milestone_every: int) -> Path:
-        """Write the checkpoint of a step, then drop those beyond the last few; multiples of `milestone_every` (0: none)
-        stay.
-        """
+        """Write a checkpoint, then delete all but the last few and the multiples of `milestone_every` (0: none)."""
         path = self.path(step)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +53,7 @@ class CheckpointStore:
         return path
 
     def load_latest(self, warn: Callable[[str], None]) -> dict[str, Any] | None:
-        """The newest readable checkpoint; an unreadable one is reported and the one before it is taken."""
+        """The newest readable checkpoint; unreadable ones are reported and skipped."""
         steps = self.steps()
         for step in reversed(steps):
             try:
@@ -64,7 +62,7 @@ class CheckpointStore:
                 warn(str(error))
         if steps:
             raise CheckpointError(
-                f"none of the {len(steps)} checkpoints in {self.folder} can be read; choose another --output to start anew"
+                f"none of the {len(steps)} checkpoints in {self.folder} can be read; choose another --output"
             )
         return None
 
@@ -78,13 +76,11 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """Tensors and plain values only: nothing in the file is executed."""
     try:
         with zipfile.ZipFile(path) as archive:
-            # torch.load does not compare check sums: a block of zeros would load without complaint
+            # torch.load does not verify checksums: a block of zeros would load without an error
             damaged = archive.testzip()
         if damaged is not None:
             raise OSError(f"{damaged} is damaged")
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # of a damaged file torch.load may say anything: KeyError, UnicodeDecodeError, struct.error ...
+    except Exception as error:  # torch.load raises anything for a damaged file: KeyError, UnicodeDecodeError, ...
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
     return state

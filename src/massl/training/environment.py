@@ -1,4 +1,4 @@
-"""Where a run was made: versions, hardware, command."""
+"""The environment of a run: versions, hardware, command."""
 
 import importlib.metadata
 import platform
@@ -14,7 +14,7 @@ _PACKAGES = ("massl", "torch", "torchvision", "timm", "numpy", "pillow", "safete
 
 
 def describe_environment(device: torch.device) -> dict[str, object]:
-    """Plain values for environment.json."""
+    """The content of environment.json."""
     return {
         "command": sys.argv,
         "python": platform.python_version(),
@@ -36,7 +36,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of a massl that runs from its own git checkout; None for an installed one."""
+    """The git commit if massl runs from its own checkout, else None."""
     checkout = Path(__file__).resolve().parents[3]
     if not (checkout / ".git").exists():
         return None

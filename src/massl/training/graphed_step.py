@@ -1,8 +1,7 @@
-"""The training step as CUDA graphs: recorded once, then started with one call instead of two thousand launches.
+"""The training step as CUDA graphs: recorded once, then replayed with one call instead of two thousand launches.
 
-A launch costs the host about 7 microseconds, so a step of small kernels is paced by Python, not by the GPU. A graph
-replays the same kernels on the same addresses; what changes from step to step (views, schedule values) is written there
-first.
+A launch costs the host about 7 microseconds, so Python, not the GPU, limits a step of small kernels. A graph replays
+the same kernels on the same addresses; values that change (views, schedules) are copied there before each replay.
 """
 
 import contextlib
@@ -17,10 +16,9 @@ from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper, StepOutput
 from massl.training.step import TrainingStep
 
-# Ordinary steps first: they choose algorithms, compile kernels and create the optimiser's state, none of which a graph
-# may do.
+# Ordinary steps before recording: they choose algorithms, compile kernels and create the optimizer's state.
 _NUM_ORDINARY_STEPS = 3
-# torch's fused AdamW reads a float32 rate; the others are exact
+# torch's fused AdamW reads a float32 rate; other values are float64
 _DTYPES = {"step": torch.int64, "learning_rate": torch.float32}
 
 
@@ -42,40 +40,38 @@ class HyperOnDevice:
         for name, value in values.items():
             if name not in tensors:
                 tensors[name] = torch.zeros((), dtype=_DTYPES.get(name, torch.float64), device=self._device)
-            tensors[name].fill_(value)  # it travels as an argument of the launch: nothing to copy, nothing to wait for
+            tensors[name].fill_(value)  # the value is a launch argument: no copy, no synchronisation
         return tensors
 
 
 @dataclass(frozen=True)
 class _Recording:
-    """A graph and what it leaves behind, which every replay overwrites."""
+    """A graph and its output, which every replay overwrites."""
 
     graph: torch.cuda.CUDAGraph
     output: StepOutput
 
 
 class GraphedStep:
-    """A TrainingStep on one GPU: ordinary for the first steps, recorded at the next, replayed ever after.
+    """A TrainingStep on one GPU: ordinary for the first steps, then recorded, then replayed.
 
-    The results are those of a TrainingStep whose schedule values are tensors too, bit for bit; plain numbers may round
-    differently.
+    Bitwise equal to a TrainingStep whose schedule values are tensors too; plain numbers may round differently.
     """
 
     def __init__(self, step: TrainingStep) -> None:
         self._step = step
         self._hyper = HyperOnDevice(step.device)
-        # One stream for ordinary steps and recording: gradients remember theirs.
+        # One stream for ordinary steps and recording: gradient accumulation is tied to its stream.
         self._stream = torch.cuda.Stream(step.device)  # type: ignore[no-untyped-call]
         self._num_done = 0
         self._views: ViewBatch | None = None
-        # of the first part of a batch, and of any further one, which adds to its gradients
-        self._parts: list[_Recording] = []
+        self._parts: list[_Recording] = []  # of the first part of a batch, and of later ones, which add gradients
         self._update: _Recording | None = None
-        self._outputs: list[StepOutput] = []  # of each part, kept for the update when there are several
-        self._frozen: list[int] = []  # addresses of what stands still, in the steps done and in the recording
+        self._outputs: list[StepOutput] = []  # a copy per part for the update, if there are several parts
+        self._frozen: list[int] = []  # ids of the parameters that the recording does not train
 
     def __call__(self, parts: Iterable[ViewBatch], hyper: StepHyper, *, num_parts: int) -> StepOutput:
-        self._start_anew_if_frozen_change(hyper.epoch)
+        self._restart_if_frozen_change(hyper.epoch)
         on_device = self._hyper.set(hyper)
         self._num_done += 1
         if self._num_done <= _NUM_ORDINARY_STEPS:
@@ -101,10 +97,8 @@ class GraphedStep:
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
         return self._step.forward(views, hyper)
 
-    def _start_anew_if_frozen_change(self, epoch: int) -> None:
-        """A recording updates what it did when it was made: where other parameters are to stand still, another one is
-        needed.
-        """
+    def _restart_if_frozen_change(self, epoch: int) -> None:
+        """Record again when other parameters are frozen: a recording always updates the same ones."""
         frozen = [id(parameter) for parameter in self._step.method.frozen(epoch)]
         if frozen != self._frozen:
             self._frozen, self._num_done = frozen, 0
@@ -116,7 +110,7 @@ class GraphedStep:
         return self._views
 
     def _stage(self, views: ViewBatch) -> None:
-        """Write views where the graph reads them; the numbers of the images too, for they key its random choices."""
+        """Copy views to where the graph reads them, image indices included, because they key its random choices."""
         if self._views is None:
             empty = {field.name: _empty_on(self._step.device, getattr(views, field.name)) for field in fields(views)}
             self._views = ViewBatch(**empty)  # type: ignore[arg-type]
@@ -130,7 +124,8 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         with _explained(), self._recording(graph):
             output = self._step.forward_backward(self._views, hyper, num_parts=num_parts, is_last=True)
-        self._parts.append(_Recording(graph, _detached(output)))
+        # Detached: the autograd graph would keep all activations alive.
+        self._parts.append(_Recording(graph, _map(output, torch.Tensor.detach)))
 
     def _record_update(self, outputs: Sequence[StepOutput], hyper: StepHyper) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -140,7 +135,7 @@ class GraphedStep:
 
     def _recording(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
         pool = self._parts[0].graph.pool() if self._parts else None
-        # thread_local: the loader's threads go on allocating and copying, which the default forbids to every thread.
+        # thread_local: the default would forbid the loader's threads to allocate and copy meanwhile.
         return torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
 
     def _keep(self, part: int, output: StepOutput) -> None:
@@ -176,8 +171,3 @@ def _map(output: StepOutput, operation: Callable[[Tensor], Tensor]) -> StepOutpu
         metrics={name: operation(value) for name, value in output.metrics.items()},
         carry={name: operation(value) for name, value in output.carry.items()},
     )
-
-
-def _detached(output: StepOutput) -> StepOutput:
-    """Without the autograd graph, which would keep all activations alive."""
-    return _map(output, torch.Tensor.detach)

@@ -1,4 +1,4 @@
-"""Notices a loss that is not a number, without making the GPU wait for the host."""
+"""Detects a loss that is not finite without making the GPU wait for the host."""
 
 import collections
 import math
@@ -11,7 +11,7 @@ from massl.config import MasslError
 
 
 class NonFiniteLoss(MasslError, RuntimeError):
-    """Training cannot go on; says at which step and with which images."""
+    """Training cannot continue; holds the step and its images."""
 
     def __init__(self, what: str, *, step: int, indices: Tensor) -> None:
         super().__init__(what)
@@ -22,7 +22,7 @@ class NonFiniteLoss(MasslError, RuntimeError):
 @dataclass(frozen=True)
 class _Pending:
     step: int
-    loss: Tensor  # on the host once `copied` has happened
+    loss: Tensor  # on the host once `copied` is done
     copied: torch.cuda.Event | None
     indices: Tensor
 
@@ -40,8 +40,7 @@ class LossWatch:
         on_host = loss.detach().to("cpu", non_blocking=True)
         copied = None
         if loss.device.type == "cuda":
-            # Blocking: the host sleeps until the value is there. By default it would spin on a core that could decode
-            # images.
+            # Blocking: the host sleeps until the value arrives; spinning would occupy a core that could decode images.
             copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             copied.record()
         self._pending.append(_Pending(step, on_host, copied, indices))

@@ -1,4 +1,4 @@
-"""What a run wrote down: metrics.jsonl and warnings.jsonl (one JSON object a row), and TensorBoard events."""
+"""The logs of a run: metrics.jsonl and warnings.jsonl (one JSON object per line), and TensorBoard events."""
 
 import json
 import math
@@ -10,12 +10,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 from massl.files import write_atomically
 
-# The entries that depend on the machine: two runs of one recipe agree in all others.
+# Entries that depend on the machine; two runs of one recipe agree in all others.
 TIMING_KEYS = frozenset({"images_per_second", "peak_memory_gib"})
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Rows of a metrics.jsonl; a last line cut short by a crash is left out."""
+    """Rows of a metrics.jsonl; a last line cut off by a crash is ignored."""
     return _read_rows(path)
 
 
@@ -32,11 +32,11 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Appends rows. Opened at the step a run resumes from, it drops the rows written after that step."""
+    """Appends rows; when a run resumes, rows after its `resume_step` are dropped first."""
 
     def __init__(self, folder: Path, *, resume_step: int | None) -> None:
         self.path = folder / "metrics.jsonl"
-        self._warnings = folder / "warnings.jsonl"  # made by the first warning
+        self._warnings = folder / "warnings.jsonl"  # created by the first warning
         _keep_rows(self.path, up_to=resume_step)
         if self._warnings.exists():
             _keep_rows(self._warnings, up_to=resume_step)
@@ -47,7 +47,7 @@ class MetricsLog:
     def write(self, row: Mapping[str, float]) -> None:
         bad = [name for name, value in row.items() if not math.isfinite(value)]
         if bad:
-            raise ValueError(f"not a number in the metrics of step {row['step']}: {', '.join(bad)}")
+            raise ValueError(f"metrics of step {row['step']} are not finite: {', '.join(bad)}")
         self._file.write(_line(row))
         self._file.flush()
         for name, value in row.items():
@@ -64,7 +64,7 @@ class MetricsLog:
 
 
 def _keep_rows(path: Path, *, up_to: int | None) -> None:
-    """Only those of steps until this one; none where it is None."""
+    """Keep only rows of steps up to `up_to`; None keeps no row."""
     kept = [row for row in _read_rows(path) if up_to is not None and row["step"] <= up_to]
     write_atomically(path, "".join(map(_line, kept)))
 

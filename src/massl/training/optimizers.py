@@ -1,4 +1,4 @@
-"""Optimizers: AdamW and SGD with per-tensor gradient clipping and portable state."""
+"""Optimizers: settings, AdamW and SGD, both with gradients clipped tensor by tensor and a state any device can load."""
 
 from collections.abc import Iterable
 from copy import deepcopy
@@ -13,90 +13,11 @@ from massl.config import Settings
 from massl.methods.base import StepHyper
 from massl.ops.tensor_lists import fit_update_kernels
 
-
-class PortableState(Optimizer):
-    """An optimiser whose state is saved without what belongs to this device and this step."""
-
-    def portable_state(self) -> dict[str, Any]:
-        """`state_dict` without what belongs to this device and this step."""
-        state = self.state_dict()
-        own = ("lr", "capturable")
-        groups = [{key: value for key, value in group.items() if key not in own} for group in state["param_groups"]]
-        return {"state": state["state"], "param_groups": groups}
-
-    def load_portable_state(self, state: dict[str, Any]) -> None:
-        present = self.state_dict()["param_groups"]
-        groups = [{**now, **saved} for now, saved in zip(present, state["param_groups"], strict=True)]
-        # A copy: torch keeps the very tensors it is given, and each step would then change them for whoever else holds
-        # them.
-        self.load_state_dict({"state": deepcopy(state["state"]), "param_groups": groups})
-
-
-@torch.no_grad()
-def clip_each_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Scale each gradient tensor to at most `max_norm` by its own L2 norm, as the authors' code does; no host
-    synchronisation.
-    """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients or max_norm == 0.0:
-        return
-    norms = torch.stack(torch._foreach_norm(gradients))
-    factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, list(factors.unbind()))
-
-
-class DecayedSGD(PortableState, SGD):
-    """SGD with momentum (torch's: the decay joins the gradient before the running sum) on gradients clipped tensor by
-    tensor.
-
-    Learning rate and decay may be tensors, so that a CUDA graph reads them anew at each step. `set_hyper` must be
-    called before each step.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], *, momentum: float, clip_norm: float) -> None:
-        super().__init__(groups, lr=0.0, momentum=momentum)
-        self._clip_norm = clip_norm
-
-    def set_hyper(self, hyper: StepHyper) -> None:
-        self._hyper = hyper
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not parameters:
-                continue
-            clip_each_gradient(group["params"], self._clip_norm)
-            gradients: list[Tensor] = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            device = parameters[0].device
-            if group["decays"]:
-                torch._foreach_add_(
-                    gradients, list(torch._foreach_mul(parameters, _scalar(self._hyper.weight_decay, device)))
-                )
-            sums = [self._running_sum(parameter) for parameter in parameters]
-            torch._foreach_mul_(sums, group["momentum"])
-            torch._foreach_add_(sums, gradients)
-            torch._foreach_sub_(parameters, list(torch._foreach_mul(sums, _scalar(self._hyper.learning_rate, device))))
-
-    def _running_sum(self, parameter: Tensor) -> Tensor:
-        state: dict[str, Tensor] = self.state[parameter]
-        if "momentum_buffer" not in state:
-            # torch's first sum, the gradient itself, comes out of it too
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        return state["momentum_buffer"]
-
-
-def _scalar(value: float | Tensor, device: torch.device) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float32, device=device)
-
-
 _TOKENS = ("cls_token", "pos_embed", "reg_token", "mask_token")
 
 
 class OptimizerSettings(Settings):
-    name: Literal["adamw", "sgd"] = Field(
-        default="adamw", description="adamw, or sgd with momentum, as ResNets are often trained"
-    )
+    name: Literal["adamw", "sgd"] = Field(default="adamw", description="adamw, or sgd with momentum, usual for ResNets")
     learning_rate: float = Field(
         default=5e-4,
         gt=0.0,
@@ -104,27 +25,23 @@ class OptimizerSettings(Settings):
     )
     min_learning_rate: float = Field(default=1e-6, ge=0.0, description="where the cosine ends; not scaled")
     warmup_epochs: float = Field(default=0.0, ge=0.0, description="epochs of linear warm-up from 0")
-    weight_decay: float = Field(
-        default=0.04, ge=0.0, description="at the first step; follows a cosine to weight_decay_end"
-    )
+    weight_decay: float = Field(default=0.04, ge=0.0, description="at the first step; a cosine to weight_decay_end")
     weight_decay_end: float = Field(default=0.4, ge=0.0, description="weight decay at the last step")
     decayed: Literal["matrices", "layers", "all"] = Field(
         default="matrices",
-        description="what decays. matrices: all but biases and norms; layers: neither class token nor position embedding; all: everything",
+        description="what decays. matrices: all but biases and norms; layers: of those, not the tokens and position "
+        "embeddings; all: everything",
     )
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = Field(
         default=(0.9, 0.999), description="AdamW's running-average coefficients"
     )
     momentum: float = Field(default=0.9, ge=0.0, lt=1.0, description="SGD's momentum")
-    clip_norm: float = Field(
-        default=3.0, ge=0.0, description="largest gradient norm of each tensor on its own; 0 switches clipping off"
-    )
+    clip_norm: float = Field(default=3.0, ge=0.0, description="largest gradient norm of each tensor; 0: no clipping")
 
     @model_validator(mode="after")
     def _settings_of_one_optimiser(self) -> Self:
-        defaults = {name: field.default for name, field in type(self).model_fields.items()}
         foreign = "momentum" if self.name == "adamw" else "betas"
-        if getattr(self, foreign) != defaults[foreign]:
+        if getattr(self, foreign) != type(self).model_fields[foreign].default:
             raise ValueError(f"{foreign} has no meaning for {self.name}; leave it out")
         return self
 
@@ -132,87 +49,8 @@ class OptimizerSettings(Settings):
         return self.learning_rate * batch_size / 256.0
 
 
-class DecayedAdamW(PortableState, AdamW):
-    """AdamW (Loshchilov and Hutter, 2019) on gradients clipped tensor by tensor; its decay is a step of its own.
-
-    Inside torch's fused step the decay is a plain number, which a CUDA graph would keep for ever; as a factor on the
-    weights it may be a tensor. On a GPU clip, decay and update are one kernel, and the gradients keep their length. The
-    state is torch's in either case, so a checkpoint of one continues on the other. `set_hyper` must be called before
-    each step.
-    """
-
-    def __init__(
-        self, groups: list[dict[str, Any]], *, betas: tuple[float, float], clip_norm: float, capturable: bool
-    ) -> None:
-        super().__init__(groups, lr=0.0, betas=betas, eps=1e-8, weight_decay=0.0, fused=True, capturable=capturable)
-        self._clip_norm = clip_norm
-
-    def set_hyper(self, hyper: StepHyper) -> None:
-        self._hyper = hyper
-        for group in self.param_groups:
-            group["lr"] = hyper.learning_rate
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        parameters = [
-            parameter for group in self.param_groups for parameter in group["params"] if parameter.grad is not None
-        ]
-        gradients = [parameter.grad for parameter in parameters]
-        averages = [
-            self.state[parameter][name]
-            for parameter in parameters
-            if self.state[parameter]
-            for name in ("exp_avg", "exp_avg_sq")
-        ]
-        if fit_update_kernels([*parameters, *gradients, *averages]):
-            self._step_by_kernel(parameters, gradients)
-            return
-        clip_each_gradient(parameters, self._clip_norm)
-        shrink = 1.0 - self._hyper.learning_rate * self._hyper.weight_decay
-        for group in self.param_groups:
-            decayed = [parameter for parameter in group["params"] if parameter.grad is not None and group["decays"]]
-            if decayed:
-                torch._foreach_mul_(decayed, shrink.float() if isinstance(shrink, Tensor) else shrink)
-        super().step(closure)
-
-    def _step_by_kernel(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
-        from massl.ops.kernels.update import clipped_adamw_  # needs Triton, which only platforms with CUDA have
-
-        states = [self._state_of(parameter) for parameter in parameters]
-        steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1.0)
-        group = self.param_groups[0]  # what is read from it is the same for all
-        clipped_adamw_(
-            parameters,
-            gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            steps,
-            torch.stack(torch._foreach_norm(gradients)) if self._clip_norm > 0.0 else None,
-            [
-                group["decays"]
-                for group in self.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None
-            ],
-            learning_rate=self._hyper.learning_rate,
-            weight_decay=self._hyper.weight_decay,
-            betas=group["betas"],
-            epsilon=group["eps"],
-            max_norm=self._clip_norm,
-        )
-
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """As torch makes it at the first step."""
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        return state
-
-
-def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> DecayedAdamW | DecayedSGD:
-    """The optimiser over what is trained, in two groups: with weight decay and without."""
+def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> "DecayedAdamW | DecayedSGD":
+    """An optimizer over the trained parameters, in two groups: with weight decay and without."""
     decayed: list[nn.Parameter] = []
     not_decayed: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
@@ -230,3 +68,136 @@ def _decays(name: str, parameter: nn.Parameter, decayed: str) -> bool:
         return True
     is_matrix = parameter.dim() > 1 and not name.endswith(".bias")
     return is_matrix and not (decayed == "layers" and name.rpartition(".")[2] in _TOKENS)
+
+
+class PortableState(Optimizer):
+    """An optimizer whose saved state leaves out the values of this device and step: learning rate, `capturable`."""
+
+    def portable_state(self) -> dict[str, Any]:
+        state = self.state_dict()
+        own = ("lr", "capturable")
+        groups = [{key: value for key, value in group.items() if key not in own} for group in state["param_groups"]]
+        return {"state": state["state"], "param_groups": groups}
+
+    def load_portable_state(self, state: dict[str, Any]) -> None:
+        present = self.state_dict()["param_groups"]
+        groups = [{**now, **saved} for now, saved in zip(present, state["param_groups"], strict=True)]
+        # A copy: torch keeps the given tensors themselves, and later steps would change them for the caller too.
+        self.load_state_dict({"state": deepcopy(state["state"]), "param_groups": groups})
+
+
+class DecayedAdamW(PortableState, AdamW):
+    """AdamW (Loshchilov and Hutter, 2019) on gradients clipped tensor by tensor, with weight decay as a separate step.
+
+    torch's fused step takes the decay as a plain number, which a CUDA graph would never update; as a factor on the
+    weights it may be a tensor. On a GPU, clipping, decay and update are one kernel, and the gradients are not changed.
+    The state is torch's in both cases, so a checkpoint moves between them. Call `set_hyper` before each step.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, betas: tuple[float, float], clip_norm: float, capturable: bool
+    ) -> None:
+        super().__init__(groups, lr=0.0, betas=betas, eps=1e-8, weight_decay=0.0, fused=True, capturable=capturable)
+        self._clip_norm = clip_norm
+
+    def set_hyper(self, hyper: StepHyper) -> None:
+        self._hyper = hyper
+        for group in self.param_groups:
+            group["lr"] = hyper.learning_rate
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        pairs = [(p, group["decays"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [parameter for parameter, _ in pairs]
+        gradients = [parameter.grad for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters if self.state[parameter]]
+        averages = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+        if fit_update_kernels([*parameters, *gradients, *averages]):
+            self._step_by_kernel(parameters, gradients, [decays for _, decays in pairs])
+            return
+        clip_each_gradient(parameters, self._clip_norm)
+        shrink = 1.0 - self._hyper.learning_rate * self._hyper.weight_decay
+        if decayed := [parameter for parameter, decays in pairs if decays]:
+            torch._foreach_mul_(decayed, shrink.float() if isinstance(shrink, Tensor) else shrink)
+        super().step(closure)
+
+    def _step_by_kernel(self, parameters: list[nn.Parameter], gradients: list[Tensor], decays: list[bool]) -> None:
+        from massl.ops.kernels.update import clipped_adamw_  # imported here: needs Triton, which only GPU builds have
+
+        states = [self._state_of(parameter) for parameter in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1.0)
+        group = self.param_groups[0]  # betas and epsilon are the same in all groups
+        clipped_adamw_(
+            parameters,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            steps,
+            torch.stack(torch._foreach_norm(gradients)) if self._clip_norm > 0.0 else None,
+            decays,
+            learning_rate=self._hyper.learning_rate,
+            weight_decay=self._hyper.weight_decay,
+            betas=group["betas"],
+            epsilon=group["eps"],
+            max_norm=self._clip_norm,
+        )
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The state of a parameter; before its first step it is created as torch would."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        return state
+
+
+class DecayedSGD(PortableState, SGD):
+    """torch's SGD with momentum (the decay is added to the gradient) on gradients clipped tensor by tensor.
+
+    Learning rate and decay may be tensors, so that a CUDA graph reads new values at each step. Call `set_hyper` before
+    each step.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float, clip_norm: float) -> None:
+        super().__init__(groups, lr=0.0, momentum=momentum)
+        self._clip_norm = clip_norm
+
+    def set_hyper(self, hyper: StepHyper) -> None:
+        self._hyper = hyper
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not parameters:
+                continue
+            clip_each_gradient(group["params"], self._clip_norm)
+            gradients: list[Tensor] = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            rate, decay = (
+                torch.as_tensor(value, dtype=torch.float32, device=parameters[0].device)
+                for value in (self._hyper.learning_rate, self._hyper.weight_decay)
+            )
+            if group["decays"]:
+                torch._foreach_add_(gradients, list(torch._foreach_mul(parameters, decay)))
+            sums = [self._running_sum(parameter) for parameter in parameters]
+            torch._foreach_mul_(sums, group["momentum"])
+            torch._foreach_add_(sums, gradients)
+            torch._foreach_sub_(parameters, list(torch._foreach_mul(sums, rate)))
+
+    def _running_sum(self, parameter: Tensor) -> Tensor:
+        state: dict[str, Tensor] = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)  # the first sum is then the gradient, as in torch
+        return state["momentum_buffer"]
+
+
+@torch.no_grad()
+def clip_each_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """Scale each gradient tensor to an L2 norm of at most `max_norm`, as the authors do; the host does not wait."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients or max_norm == 0.0:
+        return
+    norms = torch.stack(torch._foreach_norm(gradients))
+    factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, list(factors.unbind()))

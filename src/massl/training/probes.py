@@ -1,4 +1,4 @@
-"""Knowing whether it learns: numbers measured on the teacher during training, without touching it."""
+"""Probes: is it learning? k-NN accuracy and health metrics of the teacher during training."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,35 +20,27 @@ from massl.ops.image_ops import RaggedImages, centre_view, normalise
 from massl.ops.scoring.feature_health import effective_rank
 from massl.ops.scoring.neighbours import knn_accuracy, knn_accuracy_among_others
 
-_CHUNK_PIXELS = 256 * 224 * 224  # images taken through the backbone at once, as pixels of their views
+_CHUNK_PIXELS = 256 * 224 * 224  # of the images that go through the backbone at once
 _RAW_PIXEL_SIDE = 32
-# of features that do not collapse: of real runs those that did ended at 1.5, the least healthy other one had 6.6
+# Effective rank below which features count as collapsed: collapsed runs ended at 1.5, the worst healthy one at 6.6.
 _LOWEST_RANK = 1.8
 
 
 class ProbeSettings(Settings):
     every_epochs: float = Field(
-        default=1.0,
-        ge=0.0,
-        description="epochs between probes of the teacher, besides the first and last step; 0: no probes",
+        default=1.0, ge=0.0, description="epochs between probes, besides the first and last step; 0: no probes"
     )
     database: str = Field(default="", description="labelled images for k-NN; default: the training images")
-    queries: str = Field(
-        default="", description="labelled images to classify; default: some images held out of the database"
-    )
-    max_database: int = Field(default=10_000, gt=0, description="largest number of database images (a keyed choice)")
-    max_queries: int = Field(default=2_000, gt=1, description="largest number of query images")
+    queries: str = Field(default="", description="labelled images to classify; default: held out of the database")
+    max_database: int = Field(default=10_000, gt=0, description="maximum number of database images (random subset)")
+    max_queries: int = Field(default=2_000, gt=1, description="maximum number of query images")
     num_neighbours: int = Field(default=20, gt=0, description="k of the k-NN classifier")
-    temperature: float = Field(
-        default=0.07, gt=0.0, description="temperature of its votes: a neighbour counts exp(cosine / temperature)"
-    )
-    crop_ratio: float = Field(
-        default=0.875, gt=0.0, le=1.0, description="centre crop / shorter side (224 / 256 as the protocols have it)"
-    )
+    temperature: float = Field(default=0.07, gt=0.0, description="votes are weighted by exp(cosine / temperature)")
+    crop_ratio: float = Field(default=0.875, gt=0.0, le=1.0, description="centre crop / shorter side (224 / 256)")
 
 
 class NonFiniteFeatures(ArithmeticError):
-    """The teacher is broken: nothing can be measured on it."""
+    """The teacher is broken: its features cannot be scored."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ class Probe:
         self._cache = cache
         self._on_skip = on_skip
         self._database, self._queries = self._choose(training_source)
-        # Queries that are held out are of the same source too, but never in the database.
+        # Held-out queries come from the same source too, but are never in the database.
         self._may_find_itself = (
             bool(settings.queries) and self._database is not None and _are_same(self._database, self._queries)
         )
@@ -100,7 +92,7 @@ class Probe:
         if self.settings.queries:
             database_order = keyed_random.permutation(len(database), self._seed, "probe database")
         else:
-            # Hold the queries out; of a small set at most half.
+            # Hold the queries out of the database; at most half of a small set.
             num_queries = min(self.settings.max_queries, len(queries) // 2)
             query_subset = _Subset(queries, query_order[:num_queries])
             database_order = query_order[num_queries:]
@@ -108,9 +100,7 @@ class Probe:
 
     @torch.no_grad()
     def measure(self, method: Method, hyper: StepHyper) -> dict[str, float]:
-        """k-NN accuracy (where labels exist), effective rank, and the method's own signs of health; in float32, as the
-        protocols ask.
-        """
+        """k-NN accuracy (if labels exist), effective rank and the method's health metrics, in float32."""
         backbone = method.backbone_to_evaluate()
         was_training = backbone.training
         backbone.eval()
@@ -131,7 +121,7 @@ class Probe:
 
     @torch.no_grad()
     def raw_pixel_knn(self) -> float | None:
-        """k-NN on the images themselves, shrunk to 32 px: what the features have to beat to be worth having."""
+        """k-NN on the pixels of the images, shrunk to 32 px: the baseline that features must beat."""
         if self._database is None:
             return None
 
@@ -141,30 +131,28 @@ class Probe:
         return self._knn(*self._extract(self._queries, pixels_of), *self._extract(self._database, pixels_of))
 
     def _knn(self, queries: Tensor, query_labels: Tensor, database: Tensor, database_labels: Tensor) -> float:
-        # a labelled source may hold images without a label
+        # Even a labelled source may have unlabelled images.
         known_queries, known_rows = query_labels >= 0, database_labels >= 0
         rows = queries[known_queries], query_labels[known_queries], database[known_rows], database_labels[known_rows]
         num_neighbours, temperature = self.settings.num_neighbours, self.settings.temperature
         if self._database is None or not self._may_find_itself:
             return knn_accuracy(*rows, num_neighbours=num_neighbours, temperature=temperature)
-        numbers = (
-            self._queries.indices.to(self._device)[known_queries],
-            self._database.indices.to(self._device)[known_rows],
+        query_indices = self._queries.indices.to(self._device)[known_queries]
+        row_indices = self._database.indices.to(self._device)[known_rows]
+        return knn_accuracy_among_others(
+            *rows, query_indices, row_indices, num_neighbours=num_neighbours, temperature=temperature
         )
-        return knn_accuracy_among_others(*rows, *numbers, num_neighbours=num_neighbours, temperature=temperature)
 
-    # -> [N, D], [N]
     def _extract(self, subset: _Subset, features_of: Callable[[RaggedImages], Tensor]) -> tuple[Tensor, Tensor]:
-        """Features and labels of a subset; each rank does its share and all receive all."""
+        """Features [N, D] and labels [N] of a subset; each rank computes its share, then they are gathered."""
         num_images, world_size = len(subset.indices), distributed.world_size()
         share = -(-num_images // world_size)
-        # the last rank may repeat the first images
-        positions = (distributed.rank() * share + torch.arange(share)) % num_images
+        positions = (distributed.rank() * share + torch.arange(share)) % num_images  # the last rank may wrap around
         chunk_size = min(2048, max(1, _CHUNK_PIXELS // self.views.global_size**2))
         chunks = torch.split(subset.indices[positions], chunk_size)
         loader = Loader(
             subset.source,
-            order_at=lambda chunk: chunks[chunk % len(chunks)],  # read-ahead may ask beyond the last
+            order_at=lambda chunk: chunks[chunk % len(chunks)],  # read-ahead may pass the end
             seed=self._seed,
             num_workers=self._data.num_workers,
             max_side=self._data.max_side,
@@ -181,13 +169,12 @@ class Probe:
                 labels.append(batch.labels.to(self._device))
         finally:
             loader.close()
-        return distributed.gather_rows(torch.cat(features))[:num_images], distributed.gather_rows(torch.cat(labels))[
-            :num_images
-        ]
+        all_features, all_labels = (distributed.gather_rows(torch.cat(parts)) for parts in (features, labels))
+        return all_features[:num_images], all_labels[:num_images]
 
 
 def warnings_of(method: Method, metrics: dict[str, float]) -> list[str]:
-    """What a probe's metrics say of a run that goes wrong, in sentences for its user."""
+    """Sentences that warn the user if a probe's metrics show a problem."""
     collapsed = [*general_collapse_signs(metrics), *method.collapse_signs(metrics)]
     found = [f"training may have collapsed: {sign}" for sign in collapsed]
     found += [f"training may hardly progress: {sign}" for sign in method.slow_signs(metrics)]
@@ -199,12 +186,11 @@ def general_collapse_signs(metrics: dict[str, float]) -> list[str]:
     rank = metrics["effective_rank"]
     if rank >= _LOWEST_RANK:
         return []
-    return [
-        f"the features span {'' if rank < 1.5 else 'hardly more than '}a single direction (effective rank {rank:.2f})"
-    ]
+    hardly = "" if rank < 1.5 else "hardly more than "
+    return [f"the features span {hardly}a single direction (effective rank {rank:.2f})"]
 
 
 def _are_same(first: _Subset, second: _Subset) -> bool:
-    """Whether they are chosen from the same images, under whatever names these were opened."""
+    """Whether both are subsets of the same images, even if opened under different names."""
     one, other = first.source, second.source
     return one.name == other.name or (len(one) == len(other) and one.fingerprint() == other.fingerprint())

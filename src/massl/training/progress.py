@@ -1,4 +1,4 @@
-"""The live display of a run: a bar on a terminal, a line now and then elsewhere."""
+"""The live display of a run: a progress bar on a terminal, log lines elsewhere."""
 
 import datetime
 from collections.abc import Mapping
@@ -50,10 +50,8 @@ class ProgressDisplay:
         )
         if "effective_rank" in row:
             knn = f"k-NN {row['knn_top1']:.1f} %  " if "knn_top1" in row else ""
-            self.say(
-                f"step {step}/{self._num_steps}  {knn}effective rank {row['effective_rank']:.1f}  loss {row['loss']:.4f}",
-                style="green",
-            )
+            health = f"{knn}effective rank {row['effective_rank']:.1f}  loss {row['loss']:.4f}"
+            self.say(f"step {step}/{self._num_steps}  {health}", style="green")
         elif not self._console.is_terminal:
             self.say(text)
         self._bar.update(self._task, completed=step, description=text)

@@ -1,4 +1,4 @@
-"""The folder of a run: what is in it, who may write to it, and whether a command continues it."""
+"""The folder of a run: its files, the lock on it, and whether a command may continue it."""
 
 import contextlib
 import fcntl
@@ -12,7 +12,7 @@ from massl import distributed
 from massl.config import MasslError, RecipeError, Settings, flatten, read_yaml, to_yaml, validate
 from massl.files import is_leftover, write_atomically
 
-# These say where, how long and how often, not what is computed: a continued run may change them.
+# Settings of where, how long and how often, not of what is computed: a continued run may change them.
 MAY_CHANGE = frozenset(
     {
         "data.num_workers",
@@ -39,7 +39,7 @@ class RunFolderError(MasslError, ValueError):
 
 
 def binding_values(recipe: Settings) -> dict[str, Any]:
-    """The part of a recipe that decides the result of a run."""
+    """The settings of a recipe that affect the result of a run."""
     return {key: value for key, value in flatten(recipe).items() if key not in MAY_CHANGE}
 
 
@@ -57,11 +57,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def binding_text(self) -> str:
-        """What decides the result, for a checkpoint to keep."""
+        """The binding values as text, stored in each checkpoint."""
         return json.dumps(binding_values(self.recipe), sort_keys=True)
 
     def differences_from(self, kept: str) -> list[str]:
-        """In words, what a checkpoint was trained with otherwise; settings that did not exist then cannot differ."""
+        """Differences of a checkpoint's binding values, in words; settings added since then are ignored."""
         now = json.loads(self.binding_text())
         return [
             f"{key} was {value!r}, now {now.get(key)!r}"
@@ -71,7 +71,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def claimed(self, *, is_writer: bool) -> Iterator[None]:
-        """Hold the folder for this run while inside; only the writing process claims it, the others wait for it."""
+        """Lock the folder while inside; only the writing process does so, the other ranks wait for it."""
         with contextlib.ExitStack() as held:
             if is_writer:
                 self._refuse_foreign_folder()
@@ -85,16 +85,16 @@ class RunFolder:
             yield
 
     def _refuse_foreign_folder(self) -> None:
-        """A new or empty folder, or one that holds a run."""
+        """Accept a new folder, an empty one, or one that holds a run."""
         if self.path.exists() and not self.path.is_dir():
-            raise RunFolderError(f"{self.path} is a file; --output names a folder")
+            raise RunFolderError(f"{self.path} is a file; --output must be a folder")
         if (
             self.path.is_dir()
             and not self.recipe_file.exists()
             and any(path.name != _LOCK and not is_leftover(path) for path in self.path.iterdir())
         ):
             raise RunFolderError(
-                f"{self.path} is not empty and holds no massl run; choose another --output (nothing was changed)"
+                f"{self.path} is not empty and is not a massl run; choose another --output (nothing was changed)"
             )
 
     @contextlib.contextmanager
@@ -120,9 +120,7 @@ class RunFolder:
             raise RunFolderError(f"cannot write to {self.path}: {error}") from error
 
     def _has_begun(self) -> bool:
-        """Whether training has left anything; a command that failed before (no such images, unknown backbone) may be
-        corrected.
-        """
+        """Whether training has written anything; until then the recipe may still be corrected."""
         return self.recipe_file.exists() and ((self.path / "metrics.jsonl").exists() or self.checkpoints.is_dir())
 
     def _refuse_other_recipe(self) -> None:
@@ -132,7 +130,7 @@ class RunFolder:
             before = binding_values(validate(type(self.recipe), read_yaml(self.recipe_file), origin="recipe.yaml"))
         except RecipeError as error:
             raise RunFolderError(
-                f"{self.recipe_file} cannot be read as a recipe ({error}); choose another --output"
+                f"{self.recipe_file} is not a valid recipe ({error}); choose another --output"
             ) from None
         now = binding_values(self.recipe)
         differences = [

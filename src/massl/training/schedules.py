@@ -1,6 +1,6 @@
 """Learning rate, weight decay and a method's own values at every step, each a pure function of the step.
 
-Cosines approach their end value and do not reach it; a linear warm-up includes both its ends (the authors' convention).
+A cosine does not reach its end value; a linear warm-up includes both ends (the authors' convention).
 """
 
 import math

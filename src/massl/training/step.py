@@ -22,7 +22,10 @@ class TrainingStep:
     device: torch.device
 
     def __call__(self, parts: Iterable[ViewBatch], hyper: StepHyper, *, num_parts: int) -> StepOutput:
-        """Forward and backward of each equal part of the batch, one optimiser step, then teacher and memory."""
+        """Forward and backward of each equal part of the batch, one optimizer step, then update teacher and memory.
+
+        `parts` may be a generator, so that only one part's views are in memory at a time; hence `num_parts`.
+        """
         outputs = [
             self.forward_backward(views, hyper, num_parts=num_parts, is_last=part == num_parts - 1)
             for part, views in enumerate(parts)
@@ -37,9 +40,9 @@ class TrainingStep:
         return output
 
     def update(self, outputs: Sequence[StepOutput], hyper: StepHyper) -> StepOutput:
-        """New weights from the gradients, which are used up; then teacher and memory."""
+        """Step the optimizer, clear the gradients, then update teacher and memory."""
         for parameter in self.method.frozen(hyper.epoch):
-            parameter.grad = None  # not zero: AdamW leaves out what has no gradient, decay and running averages too
+            parameter.grad = None  # not zero: without a gradient AdamW skips decay and running averages too
         self.optimizer.set_hyper(hyper)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

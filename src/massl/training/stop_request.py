@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask the training loop to finish its step, save and leave; a second one ends it at once."""
+"""Ctrl-C and SIGTERM make the training loop finish its step, save and exit; a second signal kills it at once."""
 
 import signal
 from types import FrameType, TracebackType
@@ -6,7 +6,7 @@ from typing import Any, Self
 
 
 class StopRequest:
-    """While active, remembers the first signal instead of dying from it."""
+    """While active, stores the first signal instead of exiting."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -17,7 +17,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         try:
             self._previous = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
-        except ValueError:  # not in the main thread: signals go to whoever owns it
+        except ValueError:  # not the main thread, where signals arrive
             self._previous = {}
         return self
 

@@ -1,4 +1,4 @@
-"""The training loop: one straight line per step, the same in one process and in many, resumable at any step."""
+"""The training loop: the same in one process and in many, resumable at any step."""
 
 import time
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.views import ViewBatch, ViewSettings, make_views
 from massl.methods.base import Method, StepHyper, StepOutput, combine
 from massl.training.checkpoint import CheckpointStore
-from massl.training.execution import choose_kernels
+from massl.training.execution import choose_execution
 from massl.training.graphed_step import GraphedStep
 from massl.training.loss_watch import LossWatch, NonFiniteLoss
 from massl.training.metrics_log import MetricsLog
@@ -29,56 +29,44 @@ from massl.weights.io import BACKBONE_FILE, backbone_bytes
 
 
 class TrainingStopped(MasslError, RuntimeError):
-    """Training cannot go on; the message says what is kept and what to try."""
+    """Training cannot continue; the message says what was saved and what to try."""
 
 
 class TrainerSettings(Settings):
-    seed: int = Field(default=0, ge=0, description="decides every random choice of the run")
+    seed: int = Field(default=0, ge=0, description="seed of all random choices")
     epochs: int = Field(default=100, gt=0, description="length of the schedules, in passes over the data")
-    max_steps: int | None = Field(
-        default=None, gt=0, description="stop after this many steps, with schedules as for the whole run"
-    )
+    max_steps: int | None = Field(default=None, gt=0, description="stop after this many steps; schedules do not change")
     batch_size: int = Field(default=1024, gt=0, description="images per step, over all processes")
-    accumulation_steps: int = Field(
-        default=1, gt=0, description="split each batch into this many parts to save memory; same result"
-    )
-    precision: Literal["fp32", "bf16"] = Field(
-        default="bf16", description="arithmetic of the networks; weights are float32 either way"
-    )
-    activation_checkpointing: bool = Field(
-        default=False, description="recompute activations in the backward pass to save memory"
-    )
+    accumulation_steps: int = Field(default=1, gt=0, description="parts a batch is split into to save memory")
+    precision: Literal["fp32", "bf16"] = Field(default="bf16", description="of the networks; weights stay float32")
+    activation_checkpointing: bool = Field(default=False, description="save memory by recomputing activations")
     kernels: Literal["fused", "compiled", "plain"] = Field(
         default="fused",
-        description="fused: hand-written kernels for plain ViTs in bf16 on a GPU, plain elsewhere; compiled: torch.compile, which needs "
-        "a compiler and a minute at the start and suits ResNets on a GPU; plain: as timm computes",
+        description="fused: hand-written kernels for plain ViTs in bf16 on a GPU, else plain; compiled: torch.compile, "
+        "which needs a compiler and a minute at the start and suits ResNets on a GPU; plain: timm's code",
     )
     residual: Literal["bf16", "fp32"] = Field(
-        default="bf16",
-        description="precision of the residual stream in fused kernels; fp32 as under autocast, which costs time and memory",
+        default="bf16", description="residual stream in fused kernels; fp32, as under autocast, costs time and memory"
     )
     cuda_graph: bool = Field(
-        default=True,
-        description="record the step once and replay it, which frees it from Python's pace; one process on a GPU only",
+        default=True, description="record the step once and replay it, faster than Python; one process on a GPU only"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if available")
     log_every_steps: int = Field(default=50, gt=0, description="steps between rows of metrics.jsonl")
     checkpoint_every_steps: int = Field(default=1000, gt=0, description="steps between checkpoints")
-    keep_checkpoints: int = Field(default=2, gt=0, description="how many of the newest checkpoints stay")
-    milestone_every_epochs: int = Field(
-        default=0, ge=0, description="checkpoints at multiples of this many epochs stay for good; 0: none"
-    )
+    keep_checkpoints: int = Field(default=2, gt=0, description="how many of the newest checkpoints to keep")
+    milestone_every_epochs: int = Field(default=0, ge=0, description="also keep every n-th epoch's checkpoint; 0: none")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
     step: int  # updates done
-    finished: bool  # False: stopped by a signal, the same command continues
+    finished: bool  # False: stopped by a signal; the same command continues the run
     signal_number: int | None
 
 
 class Trainer:
-    """Trains a method on a loader's images and keeps its run folder."""
+    """Trains a method on a loader's images and writes its run folder."""
 
     def __init__(
         self,
@@ -102,9 +90,9 @@ class Trainer:
         self.loader, self.probe = loader, probe
         self.method = method.to(device).train()
         self.method.set_activation_checkpointing(settings.activation_checkpointing)
-        self.kernels = choose_kernels(
+        self.execution = choose_execution(
             self.method,
-            wanted=settings.kernels,
+            kernels=settings.kernels,
             bf16=settings.precision == "bf16",
             float32_stream=settings.residual == "fp32",
             cuda_graph=settings.cuda_graph,
@@ -118,23 +106,19 @@ class Trainer:
             bf16=settings.precision == "bf16",
             device=device,
         )
-        self.step = GraphedStep(step) if self.kernels.cuda_graph else step
+        self.step = GraphedStep(step) if self.execution.cuda_graph else step
         self._view_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.store = CheckpointStore(folder.checkpoints, settings.keep_checkpoints)
         self.watch = LossWatch(device)
-        self.end_step = (
-            schedules.num_steps if settings.max_steps is None else min(settings.max_steps, schedules.num_steps)
-        )
+        self.end_step = min(settings.max_steps or schedules.num_steps, schedules.num_steps)
 
     def fit(self) -> FitResult:
         """Train from the newest checkpoint, or from the start, to the end of the run or a signal."""
-        display = ProgressDisplay(
-            num_steps=self.end_step, batch_size=self.settings.batch_size, visible=distributed.is_main()
-        )
+        batch_size, visible = self.settings.batch_size, distributed.is_main()
+        display = ProgressDisplay(num_steps=self.end_step, batch_size=batch_size, visible=visible)
         start_step = self._resume(display)
         if self.device.type == "cuda":
-            # those of this run, where several follow each other in one process
-            torch.cuda.reset_peak_memory_stats(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)  # an earlier run of this process may have used more
         if start_step is not None and start_step >= self.end_step:
             return FitResult(step=start_step, finished=True, signal_number=None)
         log = MetricsLog(self.folder.path, resume_step=start_step) if distributed.is_main() else None
@@ -161,7 +145,7 @@ class Trainer:
             done = step + 1
             should_probe, should_save = self._is_probe_step(done), self._is_checkpoint_step(done)
             should_log = should_probe or done % self.settings.log_every_steps == 0 or done == self.end_step
-            # Ranks agree on stopping where they synchronise anyway; a single process can stop at every step.
+            # Several ranks agree on stopping only where they synchronise anyway; one process can stop at every step.
             signal_number = 0
             if distributed.world_size() == 1 or should_log:
                 signal_number = distributed.largest_over_ranks(stop.received or 0, self.device)
@@ -176,33 +160,31 @@ class Trainer:
         return FitResult(step=self.end_step, finished=True, signal_number=None)
 
     def _update(self, images: ImageBatch, hyper: StepHyper) -> StepOutput:
-        output = self.step(self._parts(images, hyper), hyper, num_parts=self.settings.accumulation_steps)
+        output = self.step(self._view_parts(images, hyper), hyper, num_parts=self.settings.accumulation_steps)
         self.watch.push(int(hyper.step), output.loss, images.indices)
         return output
 
-    def _parts(self, images: ImageBatch, hyper: StepHyper) -> Iterator[ViewBatch]:
+    def _view_parts(self, images: ImageBatch, hyper: StepHyper) -> Iterator[ViewBatch]:
+        """The views of each part of the batch. A generator: only one part's views are in memory at a time."""
         size = len(images.indices) // self.settings.accumulation_steps
         return (self._views(images.slice(start, start + size), hyper) for start in range(0, len(images.indices), size))
 
     def _views(self, images: ImageBatch, hyper: StepHyper) -> ViewBatch:
-        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
         if self._view_stream is None:
-            return self._make_views(images, hyper, dtype)
-        # On a stream of their own: the host is a step ahead, so these views are made while the GPU still trains on the
-        # last ones.
+            return self._make_views(images, hyper)
+        # On a separate stream: the host is a step ahead, so the GPU makes these views while it trains on the last ones.
         with torch.cuda.stream(self._view_stream):
-            views = self._make_views(images, hyper, dtype)
+            views = self._make_views(images, hyper)
         current = torch.cuda.current_stream(self.device)
         current.wait_stream(self._view_stream)
         for group in views.groups():
             group.record_stream(current)
         return views
 
-    def _make_views(self, images: ImageBatch, hyper: StepHyper, dtype: torch.dtype) -> ViewBatch:
-        on_device = images.to(self.device)
-        views = make_views(
-            on_device.images, images.indices, self.views, seed=self.settings.seed, epoch=hyper.epoch, dtype=dtype
-        )
+    def _make_views(self, images: ImageBatch, hyper: StepHyper) -> ViewBatch:
+        pixels, seed = images.to(self.device).images, self.settings.seed
+        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
+        views = make_views(pixels, images.indices, self.views, seed=seed, epoch=hyper.epoch, dtype=dtype)
         return replace(views, labels=images.labels)
 
     def _is_probe_step(self, done: int) -> bool:
@@ -212,21 +194,20 @@ class Trainer:
         return done % interval == 0 or done == self.end_step
 
     def _is_checkpoint_step(self, done: int) -> bool:
-        return done % self.settings.checkpoint_every_steps == 0 or bool(
-            self._milestone_steps and done % self._milestone_steps == 0
-        )
+        is_milestone = self._milestone_steps > 0 and done % self._milestone_steps == 0
+        return is_milestone or done % self.settings.checkpoint_every_steps == 0
 
     @property
     def _milestone_steps(self) -> int:
         return self.settings.milestone_every_epochs * self.schedules.steps_per_epoch
 
     def _log_start(self, display: ProgressDisplay, log: MetricsLog | None) -> None:
-        """The row of step 0: loss of the first batch and a probe, both before any training."""
+        """Log step 0: the loss of the first batch and a probe, both before any training."""
         hyper, images = self.schedules.at(0), self.loader.at(0)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            output = combine([self.step.forward(views, hyper) for views in self._parts(images, hyper)])
+            output = combine([self.step.forward(views, hyper) for views in self._view_parts(images, hyper)])
         self.watch.push(0, output.loss, images.indices)
-        self._log(display, log, output, hyper, 0, images_per_second=0.0, probe=self.probe is not None)
+        self._log(display, log, output, hyper, 0, images_per_second=0.0, probe=True)
 
     def _log(
         self,
@@ -252,9 +233,9 @@ class Trainer:
             **{name: float(distributed.mean_over_ranks(value)) for name, value in output.metrics.items()},
         }
         if probe and self.probe is not None:
-            self._refuse_broken_weights(done)  # before the probe, which has no answer for features that are not numbers
+            self._refuse_broken_weights(done)  # before the probe, which cannot score features that are not finite
             try:
-                # other shapes and float32: compiling for them would cost more than it saves
+                # Not compiled: other shapes and float32 would take longer to compile than they save.
                 with torch.compiler.set_stance("force_eager"):
                     row |= self.probe.measure(self.method, hyper)
             except NonFiniteFeatures:
@@ -272,14 +253,13 @@ class Trainer:
         display.advance(row)
 
     def _peak_memory(self) -> dict[str, float]:
-        """The most that was allocated on the GPU so far."""
         if self.device.type != "cuda":
             return {}
         return {"peak_memory_gib": round(torch.cuda.max_memory_allocated(self.device) / 2**30, 3)}
 
     @property
     def _settling_steps(self) -> int:
-        """Before this a healthy run looks collapsed too: embeddings of an untrained network are nearly equal."""
+        """No warnings before this step: embeddings of an untrained network are nearly equal, as in a collapse."""
         return max(self.schedules.steps_per_epoch, self.schedules.num_steps // 10)
 
     def _save(self, done: int) -> None:
@@ -292,23 +272,16 @@ class Trainer:
                 "method": self.method.state_dict(),
                 "optimizer": self.optimizer.portable_state(),
             }
-            backbone = self.method.backbone_to_evaluate()
-            content = backbone_bytes(
-                backbone.model,
-                timm_arguments=backbone.timm_arguments,
-                mean=self.views.mean,
-                std=self.views.std,
-                image_size=self.views.global_size,
-            )
-            # First: a run whose last checkpoint exists counts as finished, so its backbone must be there by then.
+            backbone, mean, std = self.method.backbone_to_evaluate(), self.views.mean, self.views.std
+            arguments, size = backbone.timm_arguments, self.views.global_size
+            content = backbone_bytes(backbone.model, timm_arguments=arguments, mean=mean, std=std, image_size=size)
+            # Before the checkpoint: a run whose last checkpoint exists counts as finished and must have its backbone.
             self.folder.write_bytes(BACKBONE_FILE, content)
             self.store.save(done, state, milestone_every=self._milestone_steps)
         distributed.barrier()
 
     def _refuse_broken_weights(self, done: int) -> None:
-        """A finite loss with infinite gradients would otherwise put broken weights into a checkpoint, one step before
-        it shows.
-        """
+        """Infinite gradients under a finite loss break the weights one step before the loss shows it."""
         norms = torch._foreach_norm([parameter for parameter in self.method.parameters() if parameter.requires_grad])
         if not bool(torch.stack(norms).isfinite().all()):
             raise NonFiniteLoss(
@@ -321,8 +294,10 @@ class Trainer:
         if state is None:
             return None
         if differences := self.folder.differences_from(state["recipe"]):
-            which = f"{self.folder.path} belongs to another recipe ({'; '.join(differences)})"
-            raise RecipeError(f"the checkpoint in {which}; choose another --output")
+            raise RecipeError(
+                f"the checkpoint in {self.folder.path} belongs to another recipe ({'; '.join(differences)}); "
+                "choose another --output"
+            )
         self.method.load_state_dict(state["method"])
         self.optimizer.load_portable_state(state["optimizer"])
         step = int(state["step"])
@@ -336,6 +311,6 @@ class Trainer:
         steps = self.store.steps()
         last = f"The last good checkpoint, step {steps[-1]}, is untouched" if steps else "There is no checkpoint yet"
         return TrainingStopped(
-            f"{error}: training stopped. {last}; the images of that step are named in {path}. "
-            "Try a lower optimizer.learning_rate, a warm-up (optimizer.warmup_epochs) or trainer.precision fp32, in a new --output."
+            f"{error}: training stopped. {last}; the images of that step are listed in {path}. Try a lower "
+            "optimizer.learning_rate, a warm-up (optimizer.warmup_epochs) or trainer.precision fp32, in a new --output."
         )

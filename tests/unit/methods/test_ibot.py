@@ -297,11 +297,11 @@ def test_schedule_values_may_be_tensors_as_a_recorded_step_needs() -> None:
 
 
 def test_masks_that_cannot_be_are_refused_in_words() -> None:
-    with pytest.raises(ValidationError, match="2 ratios need as many ratio_variances; there are 1"):
+    with pytest.raises(ValidationError, match=r"2 ratios.*1 ratio_variances"):
         MaskSettings(ratios=(0.0, 0.3), ratio_variances=(0.0,))
-    with pytest.raises(ValidationError, match=r"0\.3 \+- 0\.4 does not"):
+    with pytest.raises(ValidationError, match=r"0\.3 \+- 0\.4"):
         MaskSettings(ratios=(0.3,), ratio_variances=(0.4,))
-    with pytest.raises(ValidationError, match="choose the method dino"):
+    with pytest.raises(ValidationError, match="method dino"):
         MaskSettings(ratios=(0.0,), ratio_variances=(0.0,))
 
 

@@ -311,10 +311,8 @@ def test_an_even_teacher_is_slow_but_not_collapsed() -> None:
     )
     assert method.slow_signs(uneven) == method.collapse_signs(even) == []
     (sign,) = method.slow_signs(even)
-    assert (
-        "hardly prefers any memory row (entropy 1.79 of at most 2.08 nats); a lower method.teacher.temperature sharpens it"
-        in sign
-    )
+    assert "entropy 1.79 of at most 2.08 nats" in sign
+    assert "method.teacher.temperature" in sign
 
 
 def test_a_memory_larger_than_the_data_set_or_with_a_remainder_is_cautioned_against() -> None:

@@ -182,9 +182,7 @@ def test_images_without_a_label_add_nothing_and_count_in_no_accuracy() -> None:
 
 @pytest.mark.parametrize("label", [5, 7])
 def test_a_label_beyond_the_classes_is_named(label: int) -> None:
-    with pytest.raises(
-        RecipeError, match=rf"the label {label}, and method\.num_classes is 5; .* it must be {label + 1} or more"
-    ):
+    with pytest.raises(RecipeError, match=rf"label {label}.*method\.num_classes is 5.*{label + 1} or more"):
         tiny_method()(views(labels=[0, 1, label, 2, 3, 4]), hyper())
 
 
@@ -286,8 +284,9 @@ def test_all_labels_are_looked_at_before_training() -> None:
         )
 
     assert cautions(0, 4, 2) == []
-    assert cautions(0, -1, 2) == ["1 of 3 images have no label: supervised learns nothing from them"]
-    with pytest.raises(RecipeError, match=r"the label 5, and method\.num_classes is 5"):
+    (caution,) = cautions(0, -1, 2)
+    assert "1 of 3 images have no label" in caution
+    with pytest.raises(RecipeError, match=r"label 5.*method\.num_classes is 5"):
         cautions(0, 5, 2)
     with pytest.raises(RecipeError, match="none of 3 images has a label"):
         cautions(-1, -1, -1)

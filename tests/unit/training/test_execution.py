@@ -8,7 +8,7 @@ from massl.config import RecipeError
 from massl.methods.massl import MaSSL, MaSSLHeadSettings, MaSSLSettings
 from massl.nn.backbone import BackboneSettings
 from massl.nn.memory import MemorySettings
-from massl.training.execution import Kernels, choose_kernels
+from massl.training.execution import Execution, choose_execution
 
 ON_GPU = torch.device("cuda", 0)
 
@@ -27,18 +27,18 @@ def method(name: str) -> MaSSL:
     )
 
 
-def chosen(name: str, device: torch.device, *, bf16: bool = True, float32_stream: bool = False) -> Kernels:
-    return choose_kernels(
-        method(name), wanted="fused", bf16=bf16, float32_stream=float32_stream, cuda_graph=True, device=device
+def chosen(name: str, device: torch.device, *, bf16: bool = True, float32_stream: bool = False) -> Execution:
+    return choose_execution(
+        method(name), kernels="fused", bf16=bf16, float32_stream=float32_stream, cuda_graph=True, device=device
     )
 
 
-def test_the_words_say_what_computes_and_why() -> None:
-    assert chosen("vit_tiny_patch16_224", ON_GPU) == Kernels(networks="fused, bf16 residual stream", cuda_graph=True)
+def test_the_choice_is_described_with_its_reason() -> None:
+    assert chosen("vit_tiny_patch16_224", ON_GPU) == Execution(networks="fused, bf16 residual stream", cuda_graph=True)
     assert chosen("vit_tiny_patch16_224", ON_GPU, float32_stream=True).networks == "fused, fp32 residual stream"
     assert chosen("vit_tiny_patch16_224", ON_GPU, bf16=False).networks == "plain (they need a GPU and bf16)"
     assert chosen("resnet18", ON_GPU).networks == "plain (the backbone is no vision transformer)"
-    assert chosen("vit_tiny_patch16_224", torch.device("cpu")) == Kernels(
+    assert chosen("vit_tiny_patch16_224", torch.device("cpu")) == Execution(
         networks="plain (they need a GPU and bf16)", cuda_graph=False
     )
 
@@ -49,7 +49,7 @@ def test_convolutions_on_a_gpu_keep_the_channels_of_a_pixel_together(device: tor
     images = torch.randn(2, 3, 16, 16)
     trained.eval()
     before = trained.student.backbone.pooled([images])
-    choose_kernels(trained, wanted="fused", bf16=True, float32_stream=False, cuda_graph=True, device=device)
+    choose_execution(trained, kernels="fused", bf16=True, float32_stream=False, cuda_graph=True, device=device)
     for encoder in (trained.student, trained.teacher):
         weight = encoder.backbone.model.get_parameter("layer1.0.conv1.weight")
         assert weight.is_contiguous(memory_format=torch.channels_last) is expected
@@ -77,8 +77,8 @@ def test_compiled_networks_compute_the_same(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     images = torch.randn(2, 3, 16, 16) if name == "resnet18" else torch.randn(2, 3, 8, 8)
     plain, trained = method(name), method(name)
-    choose_kernels(
-        trained, wanted="compiled", bf16=False, float32_stream=False, cuda_graph=False, device=torch.device("cpu")
+    choose_execution(
+        trained, kernels="compiled", bf16=False, float32_stream=False, cuda_graph=False, device=torch.device("cpu")
     )
     assert compiled == {"resnet18": ["ResNet"] * 2, "vit_tiny_patch16_224": ["Block"] * 4}[name]
     pooled = [each.student.backbone(images).pooled for each in (plain, trained)]
@@ -97,16 +97,16 @@ def test_compiled_networks_compute_the_same(name: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("device", "variable", "told"),
     [
-        (torch.device("cpu"), "CXX", r"a C\+\+ compiler, and none was found \(g\+\+, clang\+\+\)"),
-        (ON_GPU, "CC", r"a C compiler, and none was found \(gcc, clang, cc\)"),
+        (torch.device("cpu"), "CXX", r"a C\+\+ compiler.*g\+\+, clang\+\+"),
+        (ON_GPU, "CC", "a C compiler.*gcc, clang, cc"),
     ],
 )
 def test_compiled_networks_need_a_compiler(
     device: torch.device, variable: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def choose() -> None:
-        choose_kernels(
-            method("resnet18"), wanted="compiled", bf16=True, float32_stream=False, cuda_graph=True, device=device
+        choose_execution(
+            method("resnet18"), kernels="compiled", bf16=True, float32_stream=False, cuda_graph=True, device=device
         )
 
     monkeypatch.delenv(variable, raising=False)
@@ -114,9 +114,7 @@ def test_compiled_networks_need_a_compiler(
     with pytest.raises(RecipeError, match=told):
         choose()
     monkeypatch.setenv(variable, "mine")
-    with pytest.raises(
-        RecipeError, match=rf"\(mine of {variable}\); install one, or set trainer.kernels to plain or fused"
-    ):
+    with pytest.raises(RecipeError, match=rf"trainer\.kernels.*{variable}=mine"):
         choose()
     monkeypatch.setattr("shutil.which", lambda name: "/opt/mine" if name == "mine" else None)
     choose()

@@ -92,7 +92,7 @@ def test_a_run_keeps_the_warnings_up_to_the_step_it_resumes_from(
 def test_what_is_no_number_is_refused_by_name_and_not_written(tmp_path: Path, value: float) -> None:
     with (
         log(tmp_path, resume_step=None) as opened,
-        pytest.raises(ValueError, match="not a number in the metrics of step 3: loss"),
+        pytest.raises(ValueError, match=r"step 3.*loss"),
     ):
         opened.write({"step": 3, "epoch": 0, "loss": value})
     assert steps_in(tmp_path) == []

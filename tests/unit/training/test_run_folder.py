@@ -36,16 +36,14 @@ def test_an_empty_folder_and_a_run_of_the_same_recipe_may_be_used(tmp_path: Path
 
 def test_a_folder_with_other_things_in_it_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(
-        RunFolderError, match=r"is not empty and holds no massl run; choose another --output \(nothing was changed\)"
-    ):
+    with pytest.raises(RunFolderError, match=r"not empty.*--output"):
         claim(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(RunFolderError, match="is a file; --output names a folder"):
+    with pytest.raises(RunFolderError, match="is a file; --output"):
         claim(tmp_path / "file")
 
 
@@ -102,14 +100,14 @@ def test_everything_that_may_change_exists() -> None:
 def test_a_recipe_that_cannot_be_read_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(RunFolderError, match=r"(?s)recipe\.yaml cannot be read as a recipe .*choose another --output"):
+    with pytest.raises(RunFolderError, match=r"(?s)recipe\.yaml.*--output"):
         claim(tmp_path)
 
 
 def test_a_second_process_is_locked_out_until_the_first_leaves(tmp_path: Path) -> None:
     """flock is held by an open file, so a second open file of this process stands for a second process."""
     with RunFolder(tmp_path, recipe()).claimed(is_writer=True):
-        with pytest.raises(RunFolderError, match="another process is training in"):
+        with pytest.raises(RunFolderError, match="another process"):
             claim(tmp_path)
         gc.collect()  # a lock file left open would warn here, and warnings are errors
     claim(tmp_path)
@@ -118,7 +116,7 @@ def test_a_second_process_is_locked_out_until_the_first_leaves(tmp_path: Path) -
 def test_a_process_that_is_locked_out_changes_nothing(tmp_path: Path) -> None:
     with RunFolder(tmp_path, recipe()).claimed(is_writer=True):
         before = (tmp_path / "recipe.yaml").read_text()
-        with pytest.raises(RunFolderError, match="another process is training in"):
+        with pytest.raises(RunFolderError, match="another process"):
             claim(tmp_path, trainer__max_steps=7)
         assert (tmp_path / "recipe.yaml").read_text() == before
 

@@ -82,5 +82,5 @@ def test_a_stored_state_continues_bit_for_bit() -> None:
 
 @pytest.mark.parametrize(("name", "foreign"), [("adamw", {"momentum": 0.8}), ("sgd", {"betas": (0.8, 0.9)})])
 def test_settings_of_the_other_optimiser_are_refused(name: str, foreign: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match=f"{next(iter(foreign))} has no meaning for {name}; leave it out"):
+    with pytest.raises(ValidationError, match=f"{next(iter(foreign))} has no meaning for {name}"):
         OptimizerSettings.model_validate({"name": name, **foreign})

@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(straight_run: Path, tmp_path:
     fit(tmp_path, trainer__max_steps=1)
     with pytest.raises(
         RecipeError,
-        match=r"belongs to another recipe \(optimizer\.learning_rate was 0\.01, now 0\.02\); choose another",
+        match=r"optimizer\.learning_rate was 0\.01, now 0\.02.*--output",
     ):
         fit(tmp_path, optimizer__learning_rate=0.02)
 
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(straight_run: Path, tmp_path:
 def test_a_batch_that_cannot_be_split_evenly_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError,
-        match=r"trainer\.batch_size 8 cannot be split over 1 processes x 3 accumulation steps; make it a multiple of 3",
+        match=r"trainer\.batch_size 8.*multiple of 3",
     ):
         trainer(tmp_path, trainer__accumulation_steps=3)
 
@@ -234,7 +234,7 @@ def test_checkpoints_come_as_often_as_asked_and_milestones_stay(tmp_path: Path) 
 def test_a_loss_that_is_no_number_stops_the_run_and_names_its_images(tmp_path: Path) -> None:
     with pytest.raises(
         TrainingStopped,
-        match=r"the loss of step 4 is nan: training stopped\. The last good checkpoint, step 3, is untouched",
+        match=r"loss of step 4 is nan.*checkpoint, step 3,",
     ):
         fit(tmp_path, method_type=Faulty, trainer__checkpoint_every_steps=3)
     named = json.loads((tmp_path / "nonfinite_step_4_rank_0.json").read_text())
@@ -252,7 +252,7 @@ def test_a_gradient_that_is_no_number_stops_the_run_before_broken_weights_are_sa
         fault = "gradient"
 
     BrokenGradient.at_step = at_step
-    with pytest.raises(TrainingStopped, match=f"The last good checkpoint, step {at_step}, is untouched"):
+    with pytest.raises(TrainingStopped, match=f"checkpoint, step {at_step},"):
         fit(tmp_path, method_type=BrokenGradient, trainer__checkpoint_every_steps=1, trainer__keep_checkpoints=9)
     assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == f"step_{at_step:09d}.pt"
 
