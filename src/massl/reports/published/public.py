@@ -1,21 +1,18 @@
 """Tables that other projects publish, with the rules they were measured by, and our results as rows among theirs."""
 
-import tomllib
+import datetime
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from datetime import date
+from dataclasses import dataclass
 from functools import cache
-from importlib import resources
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from massl.reports.published.paper import checked_keys
+from pydantic import Strict, model_validator
+
+from massl.reports.published.document import Note, Number, Published, read_document
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """What two results must share to be comparable, named as in our recipes; None where a source does not say or it
-    does not apply.
-    """
+class Rules(Published):
+    """What two results must share to be comparable, named as in our recipes; None: not stated or not applicable."""
 
     data: str  # CIFAR-10, Imagenette, ...
     backbone: str  # as timm calls it
@@ -27,14 +24,13 @@ class Rules:
     best_epoch: bool | None = None  # whether the best epoch on the test images counts; false: the last
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where a table stands, and the rules that are words."""
+class Source(Published):
+    """Where a table was published, and the rules that are words."""
 
     repository: str  # owner/name on GitHub
     file: str
     commit: str  # at which the file was read
-    date: date  # of the table, or of the file's last change where it says none
+    date: Annotated[datetime.date, Strict()]  # of the table, or of the file's last change where it says none
     optimiser: str
     views: str
     measured: str  # on what, and when
@@ -46,8 +42,7 @@ class Source:
         return f"https://github.com/{self.repository}/blob/{self.commit}/{self.file}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublicColumn:
+class PublicColumn(Published):
     """What the figures of one column are."""
 
     name: str
@@ -55,18 +50,16 @@ class PublicColumn:
     unit: Literal["%", "min", "GiB"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublicRow:
+class PublicRow(Published):
     """One method in one table."""
 
     method: str
-    rules: Rules  # the table's, with what this row does otherwise
-    values: tuple[float | None, ...]  # one a column; None where the source prints none
-    notes: tuple[str, ...]
+    rules: Rules  # the table's, with this row's exceptions
+    values: tuple[Number | None, ...]  # one per column; None where the source prints none
+    notes: tuple[Note, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PublicTable:
+class PublicTable(Published):
     """One table; the first column is the accuracy it is ranked by."""
 
     name: str
@@ -75,12 +68,56 @@ class PublicTable:
     rules: Rules
     columns: tuple[PublicColumn, ...]
     rows: tuple[PublicRow, ...]  # in the source's order
-    notes: tuple[str, ...]
+    notes: tuple[Note, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        return {**plain, "rows": [_expanded_row(row, plain["rules"]) for row in plain["rows"]]}
+
+    @model_validator(mode="after")
+    def _every_column_has_a_value(self) -> Self:
+        short = [row.method for row in self.rows if len(row.values) != len(self.columns)]
+        assert not short, f"not one value per column: {', '.join(short)}"
+        return self
+
+
+def _expanded_row(plain: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
+    """A row with the rules of its table, apart from its exceptions."""
+    row = dict(plain)
+    own_rules = {key: row.pop(key) for key in ("backbone", "batch_size", "temperature") if key in row}
+    notes = [row.pop("note")] if "note" in row else []
+    values = [None if value == "--" else value for value in row["values"]]
+    return {**row, "rules": {**rules, **own_rules}, "values": values, "notes": notes}
+
+
+class PublicTables(Published):
+    """The whole document."""
+
+    notes: dict[str, str]
+    columns: dict[str, PublicColumn]
+    sources: dict[str, Source]
+    tables: tuple[PublicTable, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_names(cls, plain: dict[str, Any]) -> dict[str, Any]:
+        """Tables name their source and columns."""
+        columns = {name: {"name": name, **column} for name, column in plain["columns"].items()}
+        tables = [
+            {
+                **table,
+                "source": plain["sources"][table["source"]],
+                "columns": [columns[name] for name in table["columns"]],
+            }
+            for table in plain["tables"]
+        ]
+        return {**plain, "columns": columns, "tables": tables}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OurResult:
-    """A result of ours that is to stand in a table."""
+    """A result of ours, to be listed in a table."""
 
     method: str
     rules: Rules
@@ -90,7 +127,7 @@ class OurResult:
 
 @dataclass(frozen=True, kw_only=True)
 class RankedRow:
-    """A row of a table that has ours among theirs."""
+    """A row of a table of theirs and ours."""
 
     place: int  # 1: best; equal accuracies share a place
     ours: bool
@@ -100,8 +137,8 @@ class RankedRow:
 def with_ours(table: PublicTable, ours: Iterable[OurResult]) -> tuple[RankedRow, ...]:
     """The table with our results as rows, best accuracy first; of equal ones theirs come first.
 
-    In what ours departs from the rules of the nearest row of the table stands in its notes. A result on other data, or
-    without the figure that the table is ranked by, has no place in it: a ValueError says so.
+    The notes of our rows say where they depart from the rules of the most similar row. ValueError for a result on other
+    data or without the accuracy that the table is ranked by.
     """
     rows = [(row, False) for row in table.rows] + [(_as_row(result, table), True) for result in ours]
     accuracies = [_accuracy(row) for row, _ in rows]
@@ -113,8 +150,8 @@ def with_ours(table: PublicTable, ours: Iterable[OurResult]) -> tuple[RankedRow,
 
 
 def differences(ours: Rules, theirs: Rules) -> tuple[str, ...]:
-    """Rules that differ, in words: "epochs is 100, not 200"; what theirs leaves open cannot differ."""
-    pairs = [(field.name, getattr(ours, field.name), getattr(theirs, field.name)) for field in fields(Rules)]
+    """Rules that differ, in words: "epochs is 100, not 200"; rules that theirs does not state are skipped."""
+    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in Rules.model_fields]
     return tuple(
         f"{name} is {_in_words(own)}, not {_in_words(other)}"
         for name, own, other in pairs
@@ -125,13 +162,7 @@ def differences(ours: Rules, theirs: Rules) -> tuple[str, ...]:
 @cache
 def public_tables() -> tuple[PublicTable, ...]:
     """All tables of public_tables.toml, in its order."""
-    document = tomllib.loads(resources.files(__package__).joinpath("public_tables.toml").read_text(encoding="utf-8"))
-    checked_keys(document, "public_tables.toml", needed={"notes", "columns", "sources", "tables"})
-    columns = {name: _column(name, plain) for name, plain in document["columns"].items()}
-    sources = {name: _source(name, plain) for name, plain in document["sources"].items()}
-    tables = tuple(
-        _table(plain, columns=columns, sources=sources, notes=document["notes"]) for plain in document["tables"]
-    )
+    tables = read_document(PublicTables, "public_tables.toml").tables
     assert len({table.name for table in tables}) == len(tables), "two tables share a name"
     return tables
 
@@ -149,7 +180,8 @@ def _as_row(result: OurResult, table: PublicTable) -> PublicRow:
         raise ValueError(f"{result.method}: measured on {result.rules.data}, but {table.name} is of {table.rules.data}")
     nearest = min((differences(result.rules, row.rules) for row in table.rows), key=len)
     values = tuple(result.values.get(name) for name in names)
-    return PublicRow(method=result.method, rules=result.rules, values=values, notes=(*result.notes, *nearest))
+    notes = (*result.notes, *nearest)
+    return PublicRow.model_construct(method=result.method, rules=result.rules, values=values, notes=notes)
 
 
 def _accuracy(row: PublicRow) -> float:
@@ -161,54 +193,3 @@ def _accuracy(row: PublicRow) -> float:
 def _in_words(value: object) -> str:
     words = {None: "not known", "": "the usual one", True: "yes", False: "no"}
     return words[value] if value is None or isinstance(value, bool) or value == "" else str(value)
-
-
-def _column(name: str, plain: dict[str, Any]) -> PublicColumn:
-    checked_keys(plain, f"column {name}", needed={"title", "unit"})
-    assert plain["unit"] in ("%", "min", "GiB"), f"column {name}: {plain['unit']!r} is no unit"
-    return PublicColumn(name=name, **plain)
-
-
-def _source(name: str, plain: dict[str, Any]) -> Source:
-    checked_keys(plain, f"source {name}", needed={field.name for field in fields(Source)})
-    assert type(plain["date"]) is date, f"source {name}: {plain['date']!r} is no date"
-    return Source(**plain)
-
-
-def _table(
-    plain: dict[str, Any], *, columns: dict[str, PublicColumn], sources: dict[str, Source], notes: dict[str, str]
-) -> PublicTable:
-    name = plain["name"]
-    checked_keys(plain, name, needed={"name", "title", "source", "notes", "rules", "columns", "rows"})
-    return PublicTable(
-        name=name,
-        title=plain["title"],
-        source=sources[plain["source"]],
-        rules=_rules(plain["rules"], name),
-        columns=tuple(columns[column] for column in plain["columns"]),
-        rows=tuple(_row(row, plain, notes=notes) for row in plain["rows"]),
-        notes=tuple(notes[note] for note in plain["notes"]),
-    )
-
-
-def _row(plain: dict[str, Any], table: dict[str, Any], *, notes: dict[str, str]) -> PublicRow:
-    where = f"{table['name']}, {plain['method']}"
-    own_rules = {"backbone", "batch_size", "temperature"}
-    checked_keys(plain, where, needed={"method", "values"}, allowed={"note", *own_rules})
-    values = plain["values"]
-    assert len(values) == len(table["columns"]), f"{where}: {len(values)} values in {len(table['columns'])} columns"
-    wrong = [value for value in values if not (isinstance(value, float) or value == "--")]
-    assert not wrong, f"{where}: {wrong} are no figures"
-    return PublicRow(
-        method=plain["method"],
-        rules=_rules({**table["rules"], **{key: plain[key] for key in own_rules & plain.keys()}}, where),
-        values=tuple(None if value == "--" else value for value in values),
-        notes=(notes[plain["note"]],) if "note" in plain else (),
-    )
-
-
-def _rules(plain: dict[str, Any], where: str) -> Rules:
-    needed = {"data", "backbone", "stem", "epochs", "batch_size"}
-    checked_keys(plain, where, needed=needed, allowed={"num_neighbours", "temperature", "best_epoch"})
-    assert plain["stem"] in ("", "small"), f"{where}: {plain['stem']!r} is no stem"
-    return Rules(**plain)

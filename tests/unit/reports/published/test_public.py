@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from massl.nn.backbone import BackboneSettings
-from massl.reports.published import public
-from massl.reports.published.public import OurResult, PublicTable, Rules, differences, public_tables, with_ours
+from massl.reports.published.document import parse_document
+from massl.reports.published.public import (
+    OurResult,
+    PublicTable,
+    PublicTables,
+    Rules,
+    differences,
+    public_tables,
+    with_ours,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +38,9 @@ def cifar() -> PublicTable:
 
 
 def ours(table: PublicTable, accuracy: float, *, method: str = "ours", **rules: Any) -> OurResult:
-    return OurResult(method=method, rules=replace(table.rules, **rules), values={table.columns[0].name: accuracy})
+    return OurResult(
+        method=method, rules=table.rules.model_copy(update=rules), values={table.columns[0].name: accuracy}
+    )
 
 
 # ---- the data --------------------------------------------------------------------------------------------------------
@@ -109,7 +119,8 @@ def test_the_rules_of_lightlys_cifar10_benchmark_are_those_of_its_script() -> No
 def test_rows_may_depart_from_their_tables_rules() -> None:
     (row,) = [row for row in public_table("lightly-imagenet").rows if row.method == "LeJEPA"]
     table = public_table("lightly-imagenet")
-    assert row.rules == replace(table.rules, backbone="vit_small_patch16_224", batch_size=512, temperature=0.07)
+    own = {"backbone": "vit_small_patch16_224", "batch_size": 512, "temperature": 0.07}
+    assert row.rules == table.rules.model_copy(update=own)
 
 
 def test_no_method_is_there_twice_and_accuracies_are_percent() -> None:
@@ -138,34 +149,46 @@ def test_backbones_are_networks_that_our_recipes_can_name() -> None:
 # ---- reading is strict -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"method": "A", "values": [1.0]}, "1 values in 2 columns"),
-        ({"method": "A", "values": [1.0, "n/a"]}, "are no figures"),
-        ({"method": "A", "values": [1, 2.0]}, "are no figures"),
-        ({"method": "A", "values": [1.0, 2.0], "epoch": 3}, "says epoch, which nobody reads"),
-        ({"method": "A"}, "does not say values"),
-    ],
-)
-def test_a_wrong_row_is_refused(row: dict[str, Any], problem: str, document: dict[str, Any]) -> None:
-    table = {**document["tables"][0], "columns": ["knn_top1", "minutes"]}
-    with pytest.raises(AssertionError, match=problem):
-        public._row(row, table, notes={})
+def parse_with(**changes: Any) -> PublicTables:
+    """The real document with one table, some parts of which are changed."""
+    text = resources.files("massl.reports.published").joinpath("public_tables.toml").read_text(encoding="utf-8")
+    plain = tomllib.loads(text)
+    return parse_document(PublicTables, {**plain, "tables": [{**plain["tables"][0], **changes}]})
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("row", "key"),
     [
-        ({"stem": "cifar"}, "'cifar' is no stem"),
-        ({"k": 200}, "says k, which nobody reads"),
-        ({"data": None}, "does not say data"),
+        ({"method": "A", "values": [1.0]}, "one value per column: A"),
+        ({"method": "A", "values": [1.0, "n/a"]}, "values"),
+        ({"method": "A", "values": [1, 2.0]}, "values"),
+        ({"method": "A", "values": [1.0, float("inf")]}, "values"),
+        ({"method": "A", "values": [1.0, 2.0], "epoch": 3}, "epoch"),
+        ({"method": "A", "values": [1.0, 2.0], "note": "no-such-note"}, "no-such-note"),
+        ({"method": "A"}, "values"),
+        ({"values": [1.0, 2.0]}, "method"),
     ],
 )
-def test_wrong_rules_are_refused(change: dict[str, Any], problem: str, document: dict[str, Any]) -> None:
-    plain = {key: value for key, value in {**document["tables"][0]["rules"], **change}.items() if value is not None}
-    with pytest.raises(AssertionError, match=problem):
-        public._rules(plain, "a table")
+def test_a_wrong_row_is_refused(row: dict[str, Any], key: str) -> None:
+    parse_with(columns=["knn_top1", "minutes"], rows=[{"method": "A", "values": [1.0, "--"], "note": "tuned"}])
+    with pytest.raises(AssertionError, match=key):
+        parse_with(columns=["knn_top1", "minutes"], rows=[row])
+
+
+@pytest.mark.parametrize(
+    ("change", "key"), [({"stem": "cifar"}, "stem"), ({"k": 200}, "rules.k"), ({"data": None}, "data")]
+)
+def test_wrong_rules_are_refused(change: dict[str, Any], key: str, document: dict[str, Any]) -> None:
+    rules = {**document["tables"][0]["rules"], **change}
+    with pytest.raises(AssertionError, match=key):
+        parse_with(rules={name: value for name, value in rules.items() if value is not None})
+
+
+@pytest.mark.parametrize("change", [{"source": "nobody"}, {"columns": ["hours"]}, {"notes": ["nothing"]}])
+def test_a_table_that_names_what_does_not_exist_is_refused(change: dict[str, Any]) -> None:
+    (name,) = [value if isinstance(value, str) else value[0] for value in change.values()]
+    with pytest.raises(AssertionError, match=name):
+        parse_with(**change)
 
 
 # ---- ours among theirs -----------------------------------------------------------------------------------------------
@@ -228,7 +251,7 @@ def test_ours_is_held_against_the_nearest_row() -> None:
 
 def test_what_a_source_leaves_open_is_no_difference() -> None:
     open_rules = Rules(data="CIFAR-10", backbone="resnet18", stem="small", epochs=1000, batch_size=256)
-    stated = replace(open_rules, num_neighbours=20, best_epoch=True)
+    stated = open_rules.model_copy(update={"num_neighbours": 20, "best_epoch": True})
     assert differences(stated, open_rules) == ()
     assert differences(open_rules, stated) == (
         "num_neighbours is not known, not 20",
