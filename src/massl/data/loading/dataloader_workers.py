@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from massl.data.loading.cache import ImageCache
-from massl.data.loading.image_reader import ImageReader, Reading, ReadResult, Tried, label_number
+from massl.data.loading.image_reader import ImageReader, LoadedImage, ReadResult, Tried, label_number
 from massl.data.sources.base import DataError, ImageSource
 
-# Index of the image that was read, label, height, width; what was tried. None: neither it nor a stand-in can be read.
+# (index of the image that was read, label, height, width), what was tried. None: no image and no replacement.
 Entry = tuple[tuple[int, int, int, int] | None, Tried]
 Chunk = tuple[
     list[int], Tensor, list[Entry]
@@ -39,9 +39,7 @@ class _ChunkDataset(Dataset[Chunk]):
 
     def __getitems__(self, indices: list[int]) -> Chunk:
         results = [self._reader.read_or_replace(index) for index in indices]
-        images = [
-            reading.pixels for reading, _ in results if reading is not None and isinstance(reading.pixels, Tensor)
-        ]
+        images = [image.pixels for image, _ in results if image is not None and isinstance(image.pixels, Tensor)]
         # allocated as shared memory, so that sending it copies nothing, as torch's default_collate does
         storage = torch.UntypedStorage._new_shared(max(1, sum(image.numel() for image in images)))
         pixels = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
@@ -130,10 +128,10 @@ class DataLoaderWorkers:
             if "exited unexpectedly" not in str(error):
                 raise
             raise DataError(f"a worker process died ({error}); lower data.num_workers, or {_INSTEAD}") from None
-        for reading, _ in found.values():
-            if self._cache is not None and not self._cache.is_full and reading is not None:
-                assert isinstance(reading.pixels, Tensor)
-                self._cache.keep(self._source.name, reading.index, reading.pixels.clone())
+        for image, _ in found.values():
+            if self._cache is not None and not self._cache.is_full and image is not None:
+                assert isinstance(image.pixels, Tensor)
+                self._cache.keep(self._source.name, image.index, image.pixels.clone())
         self._next_step = step + 1
         return [found[index] if index in found else self._cached(index) for index in indices]
 
@@ -142,7 +140,7 @@ class DataLoaderWorkers:
         pixels = self._cache.get(self._source.name, index)
         assert pixels is not None  # it was there when the chunks were made, and nothing leaves the cache
         label = label_number(self._source.label_of(index))
-        return ReadResult(Reading(pixels=pixels, label=label, index=index), {index: None})
+        return ReadResult(LoadedImage(pixels=pixels, label=label, index=index), {index: None})
 
     def _restart(self, step: int) -> None:
         self._sampler.start = step
@@ -171,12 +169,12 @@ def _empty_main() -> Iterator[None]:
 
 
 def _entry(result: ReadResult) -> Entry:
-    reading, tried = result
-    if reading is None:
+    image, tried = result
+    if image is None:
         return None, tried
-    assert isinstance(reading.pixels, Tensor)
-    height, width = reading.pixels.shape[1:]
-    return (reading.index, reading.label, height, width), tried
+    assert isinstance(image.pixels, Tensor)
+    height, width = image.pixels.shape[1:]
+    return (image.index, image.label, height, width), tried
 
 
 def _results(chunk: Chunk) -> Iterator[tuple[int, ReadResult]]:
@@ -189,7 +187,7 @@ def _results(chunk: Chunk) -> Iterator[tuple[int, ReadResult]]:
         index, label, height, width = what
         image = pixels[start : start + 3 * height * width].view(3, height, width)
         start += image.numel()
-        yield asked_for, ReadResult(Reading(pixels=image, label=label, index=index), tried)
+        yield asked_for, ReadResult(LoadedImage(pixels=image, label=label, index=index), tried)
 
 
 def _as_it_is(chunk: Chunk) -> Chunk:

@@ -1,11 +1,9 @@
-"""From a stored image to pixels: whatever the file holds becomes 8-bit RGB, upright unless its source wants it as
-stored.
+"""Decodes any stored image to 8-bit RGB, turned upright unless its source wants it as stored.
 
-Plain JPEGs are decoded by torchvision, all else by Pillow. The pixels do not depend on which of them decodes: the two
-are compared at the first image, and where they differ (builds with other JPEG libraries) Pillow decodes everything.
-Torchvision is there for its speed among threads: an image of 500 x 375 pixels holds the interpreter lock for 15 us with
-it and for 250 us with Pillow, whose header parser, `split` and `tobytes` all hold it. At 3,000 images/s that is 5 % of
-the lock against 75 %.
+Torchvision decodes plain JPEGs, Pillow everything else. Both give the same pixels: they are compared at the first
+image, and if they differ (builds with other JPEG libraries) Pillow decodes everything. Torchvision scales better with
+threads: for 500 x 375 pixels it holds the interpreter lock for 15 us, Pillow for 250 us (in its header parser, `split`
+and `tobytes`). At 3,000 images/s that is 5 % of the lock against 75 %.
 """
 
 import contextlib
@@ -25,9 +23,8 @@ from torch import Tensor
 from massl.data.loading.jpeg_header import read_jpeg_header
 from massl.data.sources.base import EncodedImage, Pixels
 
-MAX_PIXELS: Final = 178_956_970  # Pillow's bound for decompression bombs: a quarter of a GiB of RGB
-# not all of Pillow's: its EPS reader starts Ghostscript
-FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+MAX_PIXELS: Final = 178_956_970  # Pillow's limit against decompression bombs: half a GiB of RGB
+FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # not EPS: Pillow would start Ghostscript
 
 _ORIENTATION_TAG: Final = 0x0112
 _TURN_UPRIGHT: Final = {
@@ -39,29 +36,27 @@ _TURN_UPRIGHT: Final = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-
-
 _RGB_MODE: Final = 3  # torchvision's ImageReadMode.RGB
 
-# PyTorch says once per process that the tensor could be written to; nothing here writes to one
+# PyTorch warns once per process that the buffer is not writable; nothing here writes to it
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 class UnreadableImage(Exception):
-    """The bytes are no image that can be decoded; the message is the reason."""
+    """The bytes cannot be decoded; the message is the reason."""
 
 
 def decode(image: EncodedImage, *, max_side: int) -> Tensor:  # -> [3, H, W] uint8, in memory [3, H, W] or [H, W, 3]
-    """The image in RGB, transparent parts on white; a longer side above `max_side` is reduced to it."""
+    """The image in RGB, transparent parts on white, reduced so that no side exceeds `max_side`."""
     data, turn_upright = image.data, image.turn_upright
     pixels = _decode_plain_jpeg(data, max_side, turn_upright) if isinstance(data, bytes) else None
     return _decode_with_pillow(data, max_side, turn_upright) if pixels is None else pixels
 
 
 def is_plain_jpeg(data: bytes, *, max_side: int, for_gpu: bool = False, turn_upright: bool = True) -> bool:
-    """Whether any JPEG decoder gives this image as it is wanted: nothing to turn, reduce, refuse or convert."""
+    """Whether every JPEG decoder gives the wanted pixels: nothing to turn, reduce, refuse or convert."""
     header = read_jpeg_header(data)
     if header is not None and not turn_upright:
         header = header._replace(orientation=1)  # whatever it says
@@ -71,14 +66,12 @@ def is_plain_jpeg(data: bytes, *, max_side: int, for_gpu: bool = False, turn_upr
 
 
 def as_tensor(data: bytes) -> Tensor:  # -> [num_bytes] uint8
-    """The bytes, not copied: only for reading."""
+    """The bytes without a copy; read-only."""
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
 def _decode_plain_jpeg(data: bytes, max_side: int, turn_upright: bool = True) -> Tensor | None:
-    """The fast path; None where it does not apply or fails: Pillow then decides whether the file is damaged, and says
-    how.
-    """
+    """The fast path; None if it does not apply or fails: Pillow then decides whether and how the file is damaged."""
     if not is_plain_jpeg(data, max_side=max_side, turn_upright=turn_upright):
         return None
     decode_jpeg = _fast_jpeg_decoder()
@@ -90,10 +83,9 @@ def _decode_plain_jpeg(data: bytes, max_side: int, turn_upright: bool = True) ->
 
 @cache
 def _fast_jpeg_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
-    """Torchvision's operator, where it is there and agrees with Pillow.
+    """Torchvision's operator, if it exists and agrees with Pillow.
 
-    The operator rather than `torchvision.io.decode_jpeg` around it, which since 0.29 raises a deprecation warning at
-    every image.
+    Not its wrapper `torchvision.io.decode_jpeg`, which since 0.29 gives a deprecation warning for every image.
     """
     try:
         _register_decode_jpeg()
@@ -108,8 +100,9 @@ def _fast_jpeg_decoder() -> Callable[[Tensor, int, bool], Tensor] | None:
 
 
 def _register_decode_jpeg() -> None:
-    """Load torchvision's library of image operators alone: 2 ms, while importing torchvision takes 1.5 s, which each
-    worker process would pay. Where the library lies elsewhere torchvision is imported after all.
+    """Load only torchvision's library of image operators: 2 ms instead of 1.5 s for all of it, in each worker process.
+
+    If the library is not found, torchvision is imported after all.
     """
     package = importlib.util.find_spec("torchvision")
     folders = (package.submodule_search_locations if package is not None else None) or ()
@@ -123,7 +116,7 @@ def _register_decode_jpeg() -> None:
 
 
 def _trial_jpegs() -> list[bytes]:
-    """Small noisy images in the codings where JPEG libraries differ: chroma upsampling and the inverse transform."""
+    """Small noisy images for what JPEG libraries do differently: chroma upsampling and the inverse transform."""
     rows, columns, bands = np.ogrid[:45, :53, :3]
     picture = Image.fromarray(((rows * 7919 + columns * 104729 + bands * 1299709) % 257 % 256).astype(np.uint8))
     options: list[dict[str, Any]] = [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"progressive": True}]
@@ -135,22 +128,17 @@ def _trial_jpegs() -> list[bytes]:
 
 def _decode_with_pillow(data: bytes | Pixels, max_side: int, turn_upright: bool = True) -> Tensor:  # -> [3, H, W] uint8
     try:
-        picture = (
-            _open(data, max_side, turn_upright)
-            if isinstance(data, bytes)
-            else _reduced(Image.fromarray(data), max_side)
-        )
+        if isinstance(data, bytes):
+            picture = _open(data, max_side, turn_upright)
+        else:
+            picture = _reduced(Image.fromarray(data), max_side)
         bands = picture.split()  # splitting in Pillow is twice as fast as transposing [H, W, 3] in numpy
         return torch.from_numpy(np.stack([np.asarray(band) for band in bands * (3 // len(bands))]))
-    except UnreadableImage:
+    except (UnreadableImage, MemoryError):
         raise
     except UnidentifiedImageError:
         raise UnreadableImage(f"no image in a known format ({' '.join(FORMATS)})") from None
-    except MemoryError:
-        raise
-    except (
-        Exception
-    ) as error:  # on damaged files Pillow raises OSError, SyntaxError, ValueError, struct.error, KeyError ...
+    except Exception as error:  # for damaged files Pillow raises OSError, SyntaxError, struct.error, KeyError ...
         raise UnreadableImage(f"{type(error).__name__}: {error}") from None
 
 
@@ -170,10 +158,10 @@ def _open(data: bytes, max_side: int, turn_upright: bool) -> Image.Image:
 
 
 def _orientation(picture: Image.Image) -> int:
-    """The EXIF orientation. Ask after loading: PNG may store it behind the pixels, and TIFF is turned while it loads."""
+    """The EXIF orientation. Call after loading: PNG may store it after the pixels, and TIFF is turned while loading."""
     try:
         return int(picture.getexif().get(_ORIENTATION_TAG, 1))
-    except Exception:  # damaged metadata, in any of Pillow's many errors, is no reason to lose the image
+    except Exception:  # damaged metadata, for which Pillow has many errors, is no reason to lose the image
         return 1
 
 
@@ -187,20 +175,17 @@ def _as_rgb(picture: Image.Image) -> Image.Image:
 
 
 def _eight_bit(picture: Image.Image) -> Image.Image:
-    """Grey of 16 or 32 bits or floats, scaled: Pillow's own conversion clips at 255, which turns such images white."""
+    """Scales grey values of 16 or 32 bits or floats: Pillow's conversion clips at 255, so such images turn white."""
     values = np.asarray(picture).astype(np.float32)
     values = np.where(np.isfinite(values), values, np.float32(0))
     low, high = float(values.min()), float(values.max())
-    # usual ranges of floats; "I" mostly holds 16-bit files
-    ranges = (1.0, 255.0) if picture.mode == "F" else (65535.0,)
+    ranges = (1.0, 255.0) if picture.mode == "F" else (65535.0,)  # usual for floats; "I" is mostly 16-bit files
     if low >= 0:
         low, high = 0.0, next((upper for upper in ranges if high <= upper), high)
     return Image.fromarray(np.rint((values - low) * (255.0 / max(high - low, 1e-12))).astype(np.uint8))
 
 
 def _reduced(picture: Image.Image, max_side: int) -> Image.Image:
-    if max(picture.size) <= max_side:
-        return picture
-    # a box filter to twice the size, then Lanczos
-    picture.thumbnail((max_side, max_side), Image.Resampling.LANCZOS, reducing_gap=2.0)
+    if max(picture.size) > max_side:  # a box filter to twice the size, then Lanczos
+        picture.thumbnail((max_side, max_side), Image.Resampling.LANCZOS, reducing_gap=2.0)
     return picture

@@ -1,4 +1,4 @@
-"""What a JPEG file says about itself before its pixels: enough to choose a decoder without decoding."""
+"""Reads the header of a JPEG file: enough to choose a decoder without decoding."""
 
 import struct
 from typing import Final, NamedTuple
@@ -6,19 +6,16 @@ from typing import Final, NamedTuple
 _SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows with these two bytes
 _FRAME: Final = struct.Struct(">BHHB")  # bits per sample, height, width, number of components
 _BASELINE, _PROGRESSIVE = 0xC0, 0xC2
-# Huffman tables, reserved, arithmetic conditioning
-_FRAME_MARKERS: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-# stuffing and markers without a length: not seen before a scan
-_BARE_MARKERS: Final = frozenset({0x00, 0x01, 0xFF, *range(0xD0, 0xDA)})
+_FRAME_MARKERS: Final = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # Huffman, reserved, arithmetic tables
+_BARE_MARKERS: Final = frozenset({0x00, 0x01, 0xFF, *range(0xD0, 0xDA)})  # without a length; not valid before a scan
 _SCAN, _APP1, _APP14 = 0xDA, 0xE1, 0xEE
 _EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
-# numbers of the components; "RGB" there means that colours are stored as RGB
-_YCBCR_COMPONENTS: Final = (b"\1\2\3", b"\0\1\2")
+_YCBCR_COMPONENTS: Final = (b"\1\2\3", b"\0\1\2")  # component numbers; b"RGB" means that colours are stored as RGB
 _UNCLEAR: Final = 0
 
 
 class JpegHeader(NamedTuple):
-    """The frame of a JPEG and how to hold it."""
+    """The frame of a JPEG and its orientation."""
 
     height: int
     width: int
@@ -31,18 +28,14 @@ class JpegHeader(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Upright 8-bit grey or YCbCr in a common coding: what decoders agree on."""
-        is_common = (
-            self.bits_per_sample == 8
-            and (self.is_baseline or self.is_progressive)
-            and self.height > 0
-            and self.width > 0
-        )
-        return is_common and self.orientation == 1 and (self.num_components == 1 or self.is_ycbcr)
+        """Upright 8-bit grey or YCbCr in a common coding: what all decoders agree on."""
+        is_common = self.bits_per_sample == 8 and (self.is_baseline or self.is_progressive)
+        has_known_colours = self.num_components == 1 or self.is_ycbcr
+        return is_common and has_known_colours and self.height > 0 and self.width > 0 and self.orientation == 1
 
 
 def read_jpeg_header(data: bytes) -> JpegHeader | None:
-    """The header, or None where `data` is no JPEG or a damaged or unusual one. Takes 4 us for a photograph of ImageNet."""
+    """The header, or None if `data` is not a JPEG, damaged or unusual. Takes 4 us for a photograph of ImageNet."""
     if data[:2] != b"\xff\xd8":
         return None
     header, orientation, adobe_transform = None, None, None
@@ -87,7 +80,7 @@ def _read_frame(data: bytes, position: int, marker: int) -> JpegHeader:
 
 
 def _orientation(segment: bytes, *, before: int | None) -> int | None:
-    """The orientation in an APP1 segment; `before`: what an earlier one said."""
+    """The orientation in an APP1 segment; `before` comes from an earlier segment."""
     if segment.startswith(_XMP):
         return _UNCLEAR if b"tiff:Orientation" in segment else before
     if not segment.startswith(_EXIF):
@@ -101,9 +94,8 @@ def _orientation(segment: bytes, *, before: int | None) -> int | None:
         (directory,) = struct.unpack_from(f"{byte_order}I", segment, 10)
         (num_entries,) = struct.unpack_from(f"{byte_order}H", segment, 6 + directory)
         for entry in range(num_entries):
-            tag, kind, count, value, _ = struct.unpack_from(
-                f"{byte_order}HHIHH", segment, 6 + directory + 2 + 12 * entry
-            )
+            position = 6 + directory + 2 + 12 * entry
+            tag, kind, count, value, _ = struct.unpack_from(f"{byte_order}HHIHH", segment, position)
             if tag == 0x0112:
                 return int(value) if (kind, count) == (3, 1) and 1 <= value <= 8 else _UNCLEAR
     except struct.error:  # damaged: Pillow has rules for that

@@ -1,8 +1,8 @@
-"""Batches of decoded images, read ahead by threads or processes and delivered where they are used.
+"""Batches of decoded images, read ahead by threads or processes and delivered on the device.
 
-Threads come first: decoders and numpy release the interpreter lock while they work, and nothing has to be started or
-copied. What is left of the lock binds them at some 8 busy cores; beyond that processes decode photographs faster. A
-batch is a pure function of the step, so neither the kind and number of workers, the cache nor a restart changes it.
+Threads are the default: decoders and numpy release the interpreter lock, and nothing has to be started or copied. The
+lock limits them to about 8 busy cores; with more cores, processes decode photographs faster. A batch is a function of
+the step alone: the kind and number of workers, the cache and a restart do not change it.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,88 +18,52 @@ from torch import Tensor
 from massl.data.loading.cache import ImageCache
 from massl.data.loading.dataloader_workers import DataLoaderWorkers
 from massl.data.loading.gpu_decode import JpegDecoder
-from massl.data.loading.image_reader import ImageReader, ReadabilityRecord, Reading, ReadResult, Tried, label_number
+from massl.data.loading.image_reader import ImageReader, ReadabilityRecord, ReadResult, Tried, label_number
 from massl.data.loading.packing import pack, pack_equal, side_stream
 from massl.data.loading.workers import WorkerProcesses
 from massl.data.sources.base import ImageSource
 from massl.ops.image_ops import RaggedImages
 
-CHUNK_SIZE = 8  # images per task of a worker: 32-px PNGs come 1.4 to 2.4 times as fast as one by one, large JPEGs alike
-
-Result = TypeVar("Result")
+CHUNK_SIZE = 8  # images per task: 32-px PNGs load 1.4 to 2.4 times as fast as one by one, large JPEGs equally fast
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageBatch:
-    """Images of different sizes with their numbers and labels."""
+    """Images of different sizes with their indices and labels."""
 
     images: RaggedImages
-    indices: Tensor  # [B] int64 positions in the source as the order asked for them, on the CPU
+    indices: Tensor  # [B] int64 requested indices, on the CPU
     labels: Tensor  # [B] int64, -1 where unlabelled, on the CPU
 
     def to(self, device: torch.device | str) -> "ImageBatch":
-        """The same batch with its pixels on the device; the sizes stay here, where crop boxes are drawn."""
+        """The batch with its pixels on the device; the sizes stay on the CPU, where crop boxes are drawn."""
         moved = replace(self, images=self.images.to(device))
-        moved.belongs_to_current_stream()
+        moved.record_stream()
         return moved
 
     def slice(self, start: int, stop: int) -> "ImageBatch":
-        """Images start to stop, as a micro-batch."""
         return ImageBatch(
             images=self.images.slice(start, stop), indices=self.indices[start:stop], labels=self.labels[start:stop]
         )
 
-    def belongs_to_current_stream(self) -> None:
-        """Tell the GPU's allocator who uses the pixels: they were made on another stream, which could otherwise
-        overwrite them as soon as they are freed here, while kernels that read them are still waiting to run.
+    def record_stream(self) -> None:
+        """Tell the GPU allocator that the current stream uses the pixels, which were made on another stream.
+
+        Otherwise that stream could overwrite them once they are freed here, before the kernels that read them run.
         """
         if self.images.pixels.is_cuda:
             self.images.pixels.record_stream(torch.cuda.current_stream(self.images.pixels.device))
 
 
-def _cut_out(
-    source: ImageSource, indices: Tensor, *, max_side: int, device: torch.device | None, pin: bool
-) -> ImageBatch | None:
-    """The fast path: a batch taken at once from a source that holds all images as one array; None where that cannot be
-    done.
-    """
-    if source.pixels is None or max(source.pixels.shape[1:3]) > max_side:
-        return None
-    images = pack_equal(source.pixels[indices.numpy()], device=device, pin=pin)
-    labels = torch.tensor([label_number(source.label_of(index)) for index in indices.tolist()])
-    return ImageBatch(images=images, indices=indices, labels=labels)
-
-
-def _batch_of(readings: list[Reading], indices: Tensor, *, device: torch.device | None, pin: bool) -> ImageBatch:
-    pixels = [reading.pixels for reading in readings if isinstance(reading.pixels, Tensor)]
-    assert len(pixels) == len(indices)
-    return ImageBatch(
-        images=pack(pixels, device=device, pin=pin),
-        indices=indices,
-        labels=torch.tensor([reading.label for reading in readings]),
-    )
-
-
-def _in_order(read: Callable[[int], Result], indices: list[int], pool: ThreadPoolExecutor | None) -> list[Result]:
-    """read(index) for all indices, by the pool's threads or, without one, here."""
-
-    def read_chunk(chunk: list[int]) -> list[Result]:
-        return [read(index) for index in chunk]
-
-    chunks = [indices[start : start + CHUNK_SIZE] for start in range(0, len(indices), CHUNK_SIZE)]
-    results = map(read_chunk, chunks) if pool is None else pool.map(read_chunk, chunks)
-    return [result for chunk_results in results for result in chunk_results]
-
-
 class Loader:
-    """The batch of any step; when steps are asked for in sequence, the next ones are made in the background.
+    """The batch of any step; if steps are requested in sequence, the next ones are loaded in the background.
 
-    `order_at` gives the images of a step and is called from several threads. `on_skip` hears of each unreadable image
-    and `on_note` of a full or useless cache, in the thread that calls `at`. An unreadable image is replaced by another,
-    but `indices` keeps its number, so views of the stand-in differ from its own.
+    `order_at` gives the image indices of a step and is called from several threads. `on_skip` receives a message for
+    each unreadable image, `on_note` one about a full or useless cache, in the thread that calls `at`. An unreadable
+    image is replaced by another, but keeps its entry in `indices`, so it gets other views than its replacement.
 
-    With a GPU as `device` batches arrive there complete: transfers, and decoding where there is a `batch_decoder`, run
-    on streams of their own, and the training stream never waits for them. Without `device` batches stay on the CPU.
+    With a GPU as `device`, batches arrive there complete: transfers and the `batch_decoder` run on their own streams,
+    and the training stream never waits for them. Without `device`, batches stay on the CPU.
     """
 
     def __init__(
@@ -132,11 +96,11 @@ class Loader:
         self._pending: dict[int, Future[tuple[ImageBatch | None, Tried]]] = {}
         self._num_workers = num_workers
         self._threads, self._processes, self._dataloader = None, None, None
-        # arrays are here: there is nothing to decode
+        # arrays in memory need no decoding
         if num_workers > 0 and worker_kind == "processes" and source.pixels is None:
             assert batch_decoder is None
             self._processes = WorkerProcesses(
-                source, num_workers=num_workers, chunk_size=CHUNK_SIZE, seed=seed, max_side=max_side, cache=cache
+                source, self._reader, num_workers=num_workers, chunk_size=CHUNK_SIZE, seed=seed, max_side=max_side
             )
         elif num_workers > 0 and worker_kind.startswith("dataloader") and source.pixels is None:
             self._dataloader = DataLoaderWorkers(
@@ -151,35 +115,28 @@ class Loader:
             )
         elif num_workers > 0:
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="massl-decode")
-        # Pinning from a new thread would open a context on GPU 0 in every process, so those threads take over this
-        # thread's GPU.
-        take_over_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if self._pin else None
-        # Batches wait for the workers in threads of their own: waiting inside the workers' pool could fill it with
-        # waiters.
-        self._assemblers = ThreadPoolExecutor(
-            1 if self._dataloader is not None else self._prefetch_steps + 1,
-            thread_name_prefix="massl-batch",
-            initializer=take_over_gpu,
-        )
+        # Pinning memory from a new thread would open a context on GPU 0, so these threads select this thread's GPU.
+        select_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if self._pin else None
+        # Batches wait for the workers in their own threads: inside the workers' pool they could fill it with waiters.
+        num_assemblers = 1 if self._dataloader is not None else prefetch_steps + 1
+        self._assemblers = ThreadPoolExecutor(num_assemblers, thread_name_prefix="massl-batch", initializer=select_gpu)
 
     def at(self, step: int) -> ImageBatch:
-        """The batch of a step, the same whenever and however often it is asked for."""
-        batch, tried = self._make(step) if self._num_workers == 0 else self._prefetched(step)
+        """The batch of a step, always the same."""
+        batch, tried = self._load(step) if self._num_workers == 0 else self._prefetched(step)
         self._record.add(tried)
         if batch is None:
             raise self._record.error()
         self._note_cache()
-        batch.belongs_to_current_stream()
+        batch.record_stream()
         return batch
 
     def _note_cache(self) -> None:
-        """What there is to say about the cache, once."""
+        """Report once that the cache is full or useless."""
         if self._cache is None or self._on_note is None:
             return
         if self._source.pixels is not None:
-            self._on_note(
-                f"data.cache_gib has no use here: {self._source.name} holds all its images in memory as they are"
-            )
+            self._on_note(f"data.cache_gib has no use: {self._source.name} holds all its images in memory")
         elif self._cache.is_full:
             self._on_note(self._cache.describe(len(self._source)))
         else:
@@ -192,43 +149,52 @@ class Loader:
             self._pending.pop(stale).cancel()
         for wanted_step in wanted:
             if wanted_step not in self._pending:
-                self._pending[wanted_step] = self._assemblers.submit(self._make, wanted_step)
+                self._pending[wanted_step] = self._assemblers.submit(self._load, wanted_step)
         return self._pending.pop(step).result()
 
-    def _make(self, step: int) -> tuple[ImageBatch | None, Tried]:
-        """The batch, or None if an image has no stand-in; and what was tried, which `at` judges: the timing of threads
-        plays no part.
-        """
+    def _load(self, step: int) -> tuple[ImageBatch | None, Tried]:
+        """The batch, or None if an image has no replacement; and what was tried, which `at` judges in step order."""
         indices = self._order_at(step)
-        numbers = indices.tolist()
+        batch = None
         with side_stream(self._device):
-            batch = _cut_out(self._source, indices, max_side=self._max_side, device=self._device, pin=self._pin)
-            if batch is not None:
-                return batch, {}
-            with self._reading(step, numbers) as results:
-                readings = [reading for reading, _ in results if reading is not None]
-                if len(readings) == len(numbers):
-                    batch = _batch_of(readings, indices, device=self._device, pin=self._pin)
+            array = self._source.pixels
+            if array is not None and max(array.shape[1:3]) <= self._max_side:
+                images = pack_equal(array[indices.numpy()], device=self._device, pin=self._pin)
+                labels = [label_number(self._source.label_of(index)) for index in indices.tolist()]
+                return ImageBatch(images=images, indices=indices, labels=torch.tensor(labels)), {}
+            with self._read(step, indices.tolist()) as results:
+                loaded = [image for image, _ in results if image is not None]
+                if len(loaded) == len(indices):
+                    pixels = [image.pixels for image in loaded if isinstance(image.pixels, Tensor)]
+                    images = pack(pixels, device=self._device, pin=self._pin)
+                    labels = [image.label for image in loaded]
+                    batch = ImageBatch(images=images, indices=indices, labels=torch.tensor(labels))
         return batch, {index: reason for _, tried in results for index, reason in tried.items()}
 
     @contextmanager
-    def _reading(self, step: int, numbers: list[int]) -> Iterator[list[ReadResult]]:
-        """The images, whoever reads them; to be copied inside the `with`."""
+    def _read(self, step: int, indices: list[int]) -> Iterator[list[ReadResult]]:
+        """The images from whichever workers there are; valid only inside the `with`."""
         if self._processes is not None:
-            with self._processes.reading(numbers) as results:
+            with self._processes.read(indices) as results:
                 yield results
             return
         if self._dataloader is not None:
-            yield self._dataloader.read(step, numbers)
+            yield self._dataloader.read(step, indices)
             return
-        results = _in_order(self._reader.read_or_replace, numbers, self._threads)
-        yield results if self._batch_decoder is None else self._reader.decode_files(numbers, results)
+
+        def read_chunk(chunk: list[int]) -> list[ReadResult]:
+            return [self._reader.read_or_replace(index) for index in chunk]
+
+        chunks = [indices[start : start + CHUNK_SIZE] for start in range(0, len(indices), CHUNK_SIZE)]
+        done = map(read_chunk, chunks) if self._threads is None else self._threads.map(read_chunk, chunks)
+        results = [result for chunk_results in done for result in chunk_results]
+        yield results if self._batch_decoder is None else self._reader.decode_files(indices, results)
 
     def image_keys(self, indices: Tensor) -> list[str]:
         return [self._source.key_of(index) for index in indices.tolist()]
 
     def close(self) -> None:
-        """Stop all threads and processes; batches under way are given up."""
+        """Stop all threads and processes; batches in progress are dropped."""
         self._assemblers.shutdown(wait=False, cancel_futures=True)
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
