@@ -140,7 +140,7 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-def flatten(settings: Settings) -> dict[str, Any]:
+def flatten(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> plain value, the form in which two recipes are compared."""
     flat: dict[str, Any] = {}
 
@@ -149,9 +149,9 @@ def flatten(settings: Settings) -> dict[str, Any]:
             if isinstance(value, Mapping):
                 visit(value, f"{prefix}{key}.")
             else:
-                flat[prefix + key] = value
+                flat[prefix + str(key)] = value
 
-    visit(settings.model_dump(mode="json"), "")
+    visit(settings.model_dump(mode="json") if isinstance(settings, Settings) else settings, "")
     return flat
 
 

@@ -1,83 +1,133 @@
-"""Run folders as a page shows them: whatever can be read is shown, and what cannot is said in a remark.
+"""A pre-training run as reports and comparisons see it: what it learnt, how far it came and what that cost.
 
-`training_curves.read_run` is for comparisons and refuses a run without k-NN; here a run may have only begun, be half
-written, or hold numbers that are none.
+The paper compares methods in the same way under "Training Time and GPU Memory": k-NN, hours and GB of DINO, iBOT and
+MaSSL after the same epochs. `run_reader` makes a `Run` from a folder.
 """
 
-import json
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from massl.config import MasslError, read_yaml
-from massl.reports.run_curves import KnnPoint, RunCurve, flat_values, is_count, wrong_counts
-from massl.reports.run_notes import TrainingWarning, read_baseline, read_warnings
-
-_IN_EVERY_RECIPE = ("method.name", "backbone.name", "data.source", "trainer.epochs", "trainer.batch_size")
-_IN_EVERY_ROW = ("step", "epoch", "images_per_second")
-# a number beyond is a sign of divergence, not a place in a chart; differences and squares of what is below it are
-# finite
-_MOST = 1e100
-_MOST_STEPS, _LEAST_RATE = 1e15, 1e-6  # beyond them minutes would be infinite
+from massl.config import MasslError
 
 
-class PageError(MasslError, ValueError):
-    """Something named for the page cannot be shown at all; the message says what to name instead."""
+class RunError(MasslError, ValueError):
+    """A run folder cannot be used; the message says what it lacks."""
 
 
-@dataclass(frozen=True)
-class PageRun:
-    """A run and what a reader must know about its files."""
+class KnnPoint(NamedTuple):
+    """One k-NN probe of a run."""
 
-    curve: RunCurve  # its rows hold finite numbers only, and may be none
-    recipe: str  # recipe.yaml as it lies in the folder
-    remarks: tuple[str, ...]
+    epoch: float  # passes over the data so far
+    gpu_minutes: float  # training so far, without probes, times the number of processes
+    knn_top1: float  # percent
+
+
+class TrainingWarning(NamedTuple):
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    folder: Path
+    label: str  # its name in tables and charts
+    settings: Mapping[str, Any]  # dotted key -> value, of the whole recipe
+    recipe: str  # text of recipe.yaml
+    environment: Mapping[str, Any]  # environment.json of the last start
+    rows: tuple[Mapping[str, float], ...]  # metrics.jsonl by step; finite numbers only; empty before the first probe
+    warnings: tuple[TrainingWarning, ...] = ()
     raw_pixel_knn: float | None = None  # percent
-    warnings: tuple[TrainingWarning, ...] = ()  # said during training
+    remarks: tuple[str, ...] = ()  # problems in the files, and whether the run is unfinished
 
     @property
-    def label(self) -> str:
-        return self.curve.label
+    def method(self) -> str:
+        return str(self.settings["method.name"])
 
     @property
-    def rows(self) -> tuple[Mapping[str, float], ...]:
-        return self.curve.rows
+    def num_epochs(self) -> int:
+        """Length of the schedule; `epochs_done` says how far the run is."""
+        return int(self.settings["trainer.epochs"])
 
     @property
+    def batch_size(self) -> int:
+        """Images per step, over all processes."""
+        return int(self.settings["trainer.batch_size"])
+
+    @property
+    def num_processes(self) -> int:
+        return int(self.environment["world_size"])
+
+    @property
+    def device(self) -> str:
+        """A GPU's name, or cpu."""
+        return str(self.environment["device"])
+
+    # ---- probes: `first`, `last` and `best` need at least one ---------------------------------------------------------
+
+    @cached_property
     def probes(self) -> tuple[KnnPoint, ...]:
-        return self.curve.knn if self.rows else ()
+        rows = zip(self.rows, self.epochs_at_rows, self.gpu_minutes_at_rows, strict=True)
+        return tuple(KnnPoint(epoch, minutes, row["knn_top1"]) for row, epoch, minutes in rows if "knn_top1" in row)
 
     @property
-    def best(self) -> KnnPoint | None:
-        return self.curve.best if self.probes else None
+    def first(self) -> KnnPoint:
+        return self.probes[0]
 
     @property
-    def last(self) -> KnnPoint | None:
-        return self.curve.last if self.probes else None
+    def last(self) -> KnnPoint:
+        return self.probes[-1]
 
     @property
-    def gpu_minutes(self) -> float | None:
-        return self.minutes[-1] if self.rows else None
+    def best(self) -> KnnPoint:
+        """The earliest of equally good probes."""
+        return max(self.probes, key=lambda point: point.knn_top1)
 
-    @property
-    def finished(self) -> bool:
-        return bool(self.rows) and self.curve.finished
+    def last_within(self, gpu_minutes: float) -> KnnPoint | None:
+        """The last probe within this much training; the probe of the untrained network does not count."""
+        return next((point for point in reversed(self.probes) if 0 < point.gpu_minutes <= gpu_minutes), None)
 
-    @property
-    def has_all_epochs(self) -> bool:
-        """Whether it came to the end of its schedules; trainer.max_steps may have ended a finished run before."""
-        return bool(self.rows) and self.rows[-1]["epoch"] >= self.curve.epochs
+    def place_of(self, probe: KnnPoint) -> str:
+        """ "epoch 12.5", or "step 8" in the first epoch, of which rows give no fractions."""
+        if self.epochs_done > 0:
+            return f"epoch {probe.epoch:.3g}"
+        steps = [row["step"] for row in self.rows if "knn_top1" in row]
+        return f"step {steps[self.probes.index(probe)]:,.0f}"
+
+    # ---- progress ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def epochs_at_rows(self) -> tuple[float, ...]:
+        """Fractional epochs. Rows give whole epochs only, so the first epoch stays 0 until a row has ended it."""
+        # the most steps an epoch can have; exact once a row ends an epoch
+        steps_per_epoch = min(
+            (int(row["step"]) // int(row["epoch"]) for row in self.rows if row["epoch"] >= 1), default=0
+        )
+        return tuple(row["step"] / steps_per_epoch if steps_per_epoch else row["epoch"] for row in self.rows)
 
     @property
     def epochs_done(self) -> float:
-        return self.epochs[-1] if self.rows else 0.0
+        return self.epochs_at_rows[-1] if self.rows else 0.0
+
+    @property
+    def images_seen(self) -> int:
+        return int(self.rows[-1]["step"]) * self.batch_size if self.rows else 0
+
+    @property
+    def has_all_epochs(self) -> bool:
+        """Whether it reached the end of its schedules; trainer.max_steps may finish a run earlier."""
+        return bool(self.rows) and self.rows[-1]["epoch"] >= self.num_epochs
+
+    @property
+    def finished(self) -> bool:
+        max_steps = self.settings.get("trainer.max_steps")
+        return self.has_all_epochs or (bool(self.rows) and max_steps is not None and self.rows[-1]["step"] >= max_steps)
 
     @property
     def state(self) -> str:
-        """How far it is, in words."""
         if not self.rows:
             return "no row yet"
         if self.finished and not self.has_all_epochs:
@@ -86,145 +136,57 @@ class PageRun:
 
     @property
     def progress(self) -> str:
-        """ "12.5 of 200"; rows say no fractions of the first epoch."""
-        is_within_first = bool(self.rows) and self.rows[-1]["step"] > 0 and self.epochs_done == 0
-        return f"{'<1' if is_within_first else f'{self.epochs_done:.3g}'} of {self.curve.epochs}"
+        """ "12.5 of 200" epochs."""
+        is_in_first_epoch = bool(self.rows) and self.rows[-1]["step"] > 0 and self.epochs_done == 0
+        return f"{'<1' if is_in_first_epoch else f'{self.epochs_done:.3g}'} of {self.num_epochs}"
 
-    def place_of(self, probe: KnnPoint) -> str:
-        """ "epoch 12.5", or "step 8" while rows cannot tell the part of an epoch."""
-        if self.epochs_done > 0:
-            return f"epoch {probe.epoch:.3g}"
-        steps = [row["step"] for row in self.rows if "knn_top1" in row]
-        return f"step {steps[self.probes.index(probe)]:,.0f}"
+    # ---- cost --------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def epochs(self) -> tuple[float, ...]:
-        """Of each row, with fractions once a row has ended an epoch: rows say whole epochs only."""
-        lengths = [int(row["step"]) // int(row["epoch"]) for row in self.rows if row["epoch"] >= 1]
-        return tuple(row["step"] / min(lengths) if lengths else row["epoch"] for row in self.rows)
-
-    @cached_property
-    def minutes(self) -> tuple[float, ...]:
-        """Training until each row, probes not counted, times the number of processes."""
-        spent, step, so_far = [], 0.0, 0.0
-        for row in self.rows:
+    def gpu_minutes_at_rows(self) -> tuple[float, ...]:
+        """Training until each row, without probes, times the number of processes."""
+        minutes, step, so_far = [], 0.0, 0.0
+        for row in self.rows:  # its rate is that of the steps since the row before; the clock stops during probes
             if row["step"] > step:
-                so_far += (
-                    (row["step"] - step)
-                    * self.curve.batch_size
-                    / row["images_per_second"]
-                    / 60
-                    * self.curve.num_processes
-                )
+                so_far += (row["step"] - step) * self.batch_size / row["images_per_second"] / 60 * self.num_processes
             step = row["step"]
-            spent.append(so_far)
-        return tuple(spent)
+            minutes.append(so_far)
+        return tuple(minutes)
+
+    @property
+    def gpu_minutes(self) -> float:
+        return self.gpu_minutes_at_rows[-1] if self.rows else 0.0
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Median over rows, for all processes together; None if there are too few rows.
+
+        The first row is left out because it includes compiling: 5,300 instead of 21,700 in docs/results/cifar10.
+        """
+        timed = [row["images_per_second"] for row in self.rows if row["step"] > 0][1:]
+        return statistics.median(timed) if timed else None
+
+    @property
+    def peak_memory_gib(self) -> float | None:
+        """Most memory allocated on one GPU; None on a CPU."""
+        return max((row["peak_memory_gib"] for row in self.rows if "peak_memory_gib" in row), default=None)
 
 
-def read_page_run(folder: Path, *, label: str) -> PageRun:
-    """The run in a folder; a PageError where the folder holds none."""
-    if not folder.is_dir():
-        raise PageError(f"{folder} is no folder; name the --output of a massl pretrain or of a massl ablate")
-    file = folder / "recipe.yaml"
-    if not file.is_file():
-        raise PageError(
-            f"{folder} holds no recipe.yaml, so it is no run of massl; name the --output of a massl pretrain or massl ablate"
-        )
-    settings = dict(flat_values(read_yaml(file)))
-    missing = [key for key in _IN_EVERY_RECIPE if key not in settings]
-    if missing:
-        raise PageError(
-            f"{file} does not say {', '.join(missing)}; massl pretrain writes a whole recipe there, was it edited?"
-        )
-    wrong = wrong_counts(settings)
-    if wrong:
-        raise PageError(f"{file}: {'; '.join(wrong)}; massl pretrain writes whole numbers there, was it edited?")
-    environment, about_environment = _environment(folder / "environment.json")
-    rows, about_rows = _rows(folder / "metrics.jsonl")
-    accuracy, about_baseline = read_baseline(folder)
-    warnings, about_warnings = read_warnings(folder)
-    curve = RunCurve(folder=folder, label=label, settings=settings, environment=environment, rows=rows)
-    remarks = (*about_environment, *about_rows, *about_baseline, *about_warnings)
-    run = PageRun(curve, file.read_text(encoding="utf-8"), remarks, raw_pixel_knn=accuracy, warnings=warnings)
-    if rows and not run.finished:
-        under_way = f"in progress or stopped: at step {rows[-1]['step']:,.0f}, epoch {run.progress}"
-        return replace(run, remarks=(under_way, *remarks))
-    return run
+def minutes_in_common(runs: Sequence[Run]) -> float:
+    """GPU-minutes that every run had trained by its last probe: runs are compared at this equal cost."""
+    return min(run.last.gpu_minutes for run in runs)
 
 
-def _environment(file: Path) -> tuple[dict[str, Any], list[str]]:
-    """What environment.json says, with one process of an unknown device where it does not."""
-    unknown = {"device": "unknown device", "world_size": 1}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return unknown, [
-            "there is no environment.json: machine, versions and command are not known, minutes are counted for one process"
-        ]
-    except ValueError as error:
-        return unknown, [f"environment.json is not valid JSON ({error}): minutes are counted for one process"]
-    if not isinstance(values, dict):
-        return unknown, ["environment.json holds no entries: minutes are counted for one process"]
-    if "world_size" in values and not is_count(values["world_size"]):
-        wrong = f"world_size in environment.json is {values['world_size']!r}, no number of processes: minutes are counted for one process"
-        return {**unknown, **values, "world_size": 1}, [wrong]
-    return unknown | values, []
-
-
-def _rows(file: Path) -> tuple[tuple[Mapping[str, float], ...], list[str]]:
-    """Rows in the order of steps, and what had to be left out. Of rows of one step the later counts, as after a resume."""
-    if not file.exists():
-        return (), ["there is no metrics.jsonl: its training has not begun"]
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    by_step: dict[float, Mapping[str, float]] = {}
-    remarks: list[str] = []
-    left_out: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        row = _row(line)
-        if row is None and number == len(lines):
-            remarks.append("the last line of metrics.jsonl is half written and left out")
-        elif row is None:
-            remarks.append(f"line {number} of metrics.jsonl is no row of a run and left out")
-        else:
-            problems = _problems(row)
-            for key, problem in problems.items():
-                left_out[f"{key} {problem}"] = left_out.get(f"{key} {problem}", 0) + 1
-            by_step[row["step"]] = {key: value for key, value in row.items() if key not in problems}
-    remarks += [f"{problem} in {count:,} row{'' if count == 1 else 's'}" for problem, count in sorted(left_out.items())]
-    if not by_step and not remarks:
-        remarks.append("metrics.jsonl is empty so far: the first row comes after the first probe")
-    return tuple(by_step[step] for step in sorted(by_step)), remarks
-
-
-def _row(line: str) -> dict[str, float] | None:
-    """The numbers of a line; None where it is cut short or lacks what every row has."""
-    try:
-        values = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(values, dict) or any(not _is_number(values.get(key)) for key in _IN_EVERY_ROW):
-        return None
-    if not 0 <= values["epoch"] <= values["step"] <= _MOST_STEPS or (
-        values["step"] > 0 and values["images_per_second"] < _LEAST_RATE
-    ):
-        return None
-    return {
-        key: value for key, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)
-    }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST
-
-
-def _problems(row: Mapping[str, float]) -> dict[str, str]:
-    """What cannot be drawn, and why."""
-    problems = {}
-    for key, value in row.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            problems[key] = "is not a finite number"
-        elif abs(value) > _MOST:
-            problems[key] = f"is beyond ±{_MOST:g}, too large to draw,"
-    return problems
+def distinct_labels(folders: Sequence[Path]) -> list[str]:
+    """The folders' names, with as much of the path as tells them apart."""
+    parts = [folder.expanduser().resolve().parts for folder in folders]
+    if len(set(parts)) < len(parts):
+        twice = next(folder for number, folder in enumerate(folders) if parts[number] in parts[:number])
+        raise RunError(f"{twice} is named twice; name every run once")
+    labels = []
+    for own in parts:
+        num_parts = 1
+        while sum(other[-num_parts:] == own[-num_parts:] for other in parts) > 1:
+            num_parts += 1
+        labels.append(str(Path(*own[-num_parts:])))
+    return labels

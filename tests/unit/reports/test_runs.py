@@ -1,230 +1,108 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 
-from massl.reports.run_curves import CurveError, read_run
-from massl.reports.runs import PageError, PageRun, read_page_run
+from massl.reports.run_reader import read_run
+from massl.reports.runs import KnnPoint, Run, RunError, distinct_labels
 
 MakeRun = Callable[..., Path]
+Rows = list[dict[str, float]]
 
 
-def read(folder: Path) -> PageRun:
-    return read_page_run(folder, label=folder.name)
+def run_of(folder: Path) -> Run:
+    return read_run(folder, strict=True)
 
 
-def test_a_run_is_read_as_comparisons_read_it(make_run: MakeRun) -> None:
-    folder = make_run("a", world_size=2)
-    run, curve = read(folder), read_run(folder)
-    assert run.probes == curve.knn
-    assert run.gpu_minutes == pytest.approx(curve.gpu_minutes)
-    assert [point.gpu_minutes for point in run.probes] == pytest.approx(
-        [minutes for row, minutes in zip(run.rows, run.minutes, strict=True) if "knn_top1" in row]
-    )
-    assert run.epochs == (0.0, 0.5, 1.0, 1.5, 2.0)
-    assert run.best is not None
-    assert run.best.knn_top1 == 55.0
-    assert run.state == "finished"
-    assert run.remarks == ()
-    assert "learning_rate" in run.recipe
-
-
-def test_folders_that_are_no_runs_are_refused_with_advice(tmp_path: Path, make_run: MakeRun) -> None:
-    with pytest.raises(PageError, match=r"nowhere is no folder; name the --output of a massl pretrain"):
-        read(tmp_path / "nowhere")
-    (tmp_path / "photos").mkdir()
-    with pytest.raises(PageError, match=r"photos holds no recipe.yaml, so it is no run of massl"):
-        read(tmp_path / "photos")
-    run = make_run("edited")
-    (run / "recipe.yaml").write_text("trainer: {epochs: 3}\n")
-    with pytest.raises(PageError, match=r"does not say method.name, backbone.name, data.source, trainer.batch_size"):
-        read(run)
-
-
-@pytest.mark.parametrize(
-    ("content", "remark"),
-    [
-        ("", "metrics.jsonl is empty so far: the first row comes after the first probe"),
-        (None, "there is no metrics.jsonl: its training has not begun"),
-        ('{"step": 0, "epo', "the last line of metrics.jsonl is half written and left out"),
-    ],
-)
-def test_a_run_that_has_only_begun_is_shown_without_rows(make_run: MakeRun, content: str | None, remark: str) -> None:
-    folder = make_run("a")
-    metrics = folder / "metrics.jsonl"
-    if content is None:
-        metrics.unlink()
-    else:
-        metrics.write_text(content)
-    run = read(folder)
-    assert run.remarks == (remark,)
-    assert (run.rows, run.probes, run.best, run.last, run.gpu_minutes, run.epochs_done) == (
-        (),
-        (),
-        None,
-        None,
-        None,
-        0.0,
-    )
-    assert run.state == "no row yet"
-
-
-def test_a_half_written_last_line_is_left_out_and_said(make_run: MakeRun) -> None:
-    folder = make_run("a")
-    whole = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(whole + '{"step": 25, "ep')
-    run = read(folder)
+def test_a_run_is_read_with_its_recipe_and_machine(make_run: MakeRun) -> None:
+    run = run_of(make_run("a", {"method.name": "dino", "backbone.timm_options": {"depth": 3}}, world_size=4))
+    assert (run.label, run.method, run.num_epochs, run.batch_size) == ("a", "dino", 2, 60)
+    assert (run.device, run.num_processes) == ("NVIDIA H200", 4)
+    assert run.settings["method.memory.num_rows"] == 2048
+    assert run.settings["backbone.timm_options.depth"] == 3
     assert [row["step"] for row in run.rows] == [0, 5, 10, 15, 20]
-    assert run.remarks == ("the last line of metrics.jsonl is half written and left out",)
+    assert run.images_seen == 20 * 60
 
 
-def test_a_line_in_the_middle_that_is_no_row_is_named(make_run: MakeRun) -> None:
-    folder = make_run("a")
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    lines[1] = '{"step": 5, "images_per_second": "fast"}'
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    run = read(folder)
-    assert [row["step"] for row in run.rows] == [0, 10, 15, 20]
-    assert run.remarks == ("line 2 of metrics.jsonl is no row of a run and left out",)
-
-
-def test_numbers_that_are_none_are_counted_and_not_drawn(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
-    rows[1]["loss"], rows[2]["loss"], rows[3]["loss"] = 3.0, float("nan"), float("inf")
-    rows[4]["knn_top1"] = float("nan")
-    run = read(make_run("a", rows=rows))
-    assert [row["loss"] for row in run.rows if "loss" in row] == [3.0]
-    assert [point.knn_top1 for point in run.probes] == [20.0, 40.0, 55.0]
-    assert run.remarks == ("knn_top1 is not a finite number in 1 row", "loss is not a finite number in 2 rows")
-
-
-def test_a_run_under_way_says_how_far_it_is(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
-    run = read(make_run("a", {"trainer.epochs": 5}, rows=rows))
-    assert run.remarks == ("in progress or stopped: at step 20, epoch 2 of 5",)
-    assert run.state == "in progress or stopped"
-
-
-def test_of_rows_of_one_step_the_later_counts(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
-    again = {**rows[2], "knn_top1": 41.0}
-    run = read(make_run("a", rows=[rows[0], *rows[2:4], again, rows[4], rows[1]]))
-    assert [row["step"] for row in run.rows] == [0, 5, 10, 15, 20]
-    assert [point.knn_top1 for point in run.probes] == [20.0, 41.0, 55.0, 50.0]
-
-
-@pytest.mark.parametrize(
-    ("content", "remark"),
-    [
-        (None, "there is no environment.json"),
-        ("{", "environment.json is not valid JSON"),
-        ("[1]", "environment.json holds no entries"),
-    ],
-)
-def test_without_a_known_machine_minutes_are_of_one_process(
-    make_run: MakeRun, content: str | None, remark: str
-) -> None:
-    folder = make_run("a", world_size=8)
-    if content is None:
-        (folder / "environment.json").unlink()
-    else:
-        (folder / "environment.json").write_text(content)
-    run = read(folder)
-    assert run.remarks[0].startswith(remark)
-    assert run.curve.num_processes == 1
+def test_minutes_are_those_of_the_steps_between_rows(make_run: MakeRun) -> None:
+    # 300 images each at 6, 30, 15 and 15 a second: 50 + 10, + 20, + 20 s
+    run = run_of(make_run("a"))
+    assert run.probes == (
+        KnnPoint(0.0, 0.0, 20.0),
+        KnnPoint(1.0, pytest.approx(1.0), 40.0),
+        KnnPoint(1.5, pytest.approx(80 / 60), 55.0),
+        KnnPoint(2.0, pytest.approx(100 / 60), 50.0),
+    )
     assert run.gpu_minutes == pytest.approx(100 / 60)
 
 
-def test_a_run_without_probes_has_no_accuracy(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
-    run = read(make_run("a", rows=[{key: value for key, value in row.items() if key != "knn_top1"} for row in rows]))
-    assert (run.best, run.last) == (None, None)
-    assert run.finished
-    assert json.dumps(run.epochs) == "[0.0, 0.5, 1.0, 1.5, 2.0]"
+def test_four_processes_cost_four_times_the_minutes(make_run: MakeRun) -> None:
+    assert run_of(make_run("a", world_size=4)).last.gpu_minutes == pytest.approx(400 / 60)
 
 
-def edited_recipe(folder: Path, **changes: object) -> Path:
-    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
-    recipe["trainer"].update(changes)
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder
+def test_minutes_count_steps_after_the_last_probe_and_the_point_does_not(make_run: MakeRun, rows: Rows) -> None:
+    run = run_of(make_run("a", rows=[*rows[:4], {"step": 18, "epoch": 1, "images_per_second": 18.0}]))
+    assert run.last.gpu_minutes == pytest.approx(80 / 60)
+    assert run.gpu_minutes == pytest.approx(90 / 60)
+
+
+def test_first_last_and_best_probe_are_told_apart(make_run: MakeRun) -> None:
+    run = run_of(make_run("a"))
+    assert (run.first.knn_top1, run.last.knn_top1) == (20.0, 50.0)
+    assert (run.best.knn_top1, run.best.epoch) == (55.0, 1.5)
+
+
+def test_of_equally_good_probes_the_earliest_is_the_best(make_run: MakeRun, rows: Rows) -> None:
+    rows[-1]["knn_top1"] = 55.0
+    assert run_of(make_run("a", rows=rows)).best.epoch == 1.5
+
+
+def test_epochs_are_whole_ones_as_long_as_none_is_done(make_run: MakeRun, rows: Rows) -> None:
+    rows[1]["knn_top1"] = 30.0
+    assert [point.epoch for point in run_of(make_run("a", rows=rows[:2])).probes] == [0, 0]
+
+
+def test_epochs_are_right_where_no_row_but_the_last_ends_one(make_run: MakeRun) -> None:
+    steps = [0, 4, 8, 12, 16, 20]
+    rows = [{"step": step, "epoch": step // 10, "images_per_second": 1.0, "knn_top1": 50.0} for step in steps]
+    assert [point.epoch for point in run_of(make_run("a", rows=rows)).probes] == [0.0, 0.4, 0.8, 1.2, 1.6, 2.0]
+
+
+def test_the_speed_is_the_median_without_the_first_stretch(make_run: MakeRun, rows: Rows) -> None:
+    rows[1]["images_per_second"] = 0.5  # the stretch that compiles
+    assert run_of(make_run("a", rows=rows)).images_per_second == 15.0
+    assert run_of(make_run("b", rows=rows[:3])).images_per_second == 30.0
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_nobody_knows_the_speed_of_a_run_that_has_just_begun(make_run: MakeRun, rows: Rows, num_rows: int) -> None:
+    assert run_of(make_run("a", rows=rows[:num_rows])).images_per_second is None
+
+
+def test_the_peak_of_memory_is_the_largest_of_all_rows(make_run: MakeRun, rows: Rows) -> None:
+    for row, gib in zip(rows[1:], (3.0, 7.5, 6.0, 6.0), strict=True):
+        row["peak_memory_gib"] = gib
+    assert run_of(make_run("a", rows=rows)).peak_memory_gib == 7.5
+    assert run_of(make_run("b")).peak_memory_gib is None
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"epochs": None}, "trainer.epochs is None"),
-        ({"batch_size": "x"}, "trainer.batch_size is 'x'"),
-        ({"max_steps": "many"}, "trainer.max_steps is 'many'"),
-        ({"epochs": 0}, "trainer.epochs is 0"),
-    ],
-    ids=str,
+    ("num_rows", "max_steps", "finished"),
+    [(5, None, True), (4, None, False), (4, 15, True), (3, 15, False), (5, 1000, True)],
 )
-def test_a_recipe_without_whole_numbers_is_refused(make_run: MakeRun, changes: dict[str, object], said: str) -> None:
-    folder = edited_recipe(make_run("a"), **changes)
-    with pytest.raises(PageError, match=f"recipe.yaml: {said}; massl pretrain writes whole numbers there"):
-        read(folder)
-    with pytest.raises(CurveError, match=said):
-        read_run(folder)
-
-
-@pytest.mark.parametrize("number", ["x", None, 0, 1.5, True])
-def test_a_number_of_processes_that_is_none_is_said(make_run: MakeRun, number: object) -> None:
-    folder = make_run("a")
-    file = folder / "environment.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "world_size": number}))
-    run = read(folder)
-    assert run.remarks == (
-        f"world_size in environment.json is {number!r}, no number of processes: minutes are counted for one process",
-    )
-    assert (run.curve.num_processes, run.curve.device) == (1, "NVIDIA H200")
-    with pytest.raises(CurveError, match="no number of processes"):
-        read_run(folder)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"epoch": 9},  # more than steps
-        {"step": -1},
-        {"step": 10**400},
-        {"images_per_second": 1e-308},
-        {"images_per_second": 10**400},
-        {"epoch": True},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_rows_that_cannot_be_are_left_out(
-    make_run: MakeRun, rows: list[dict[str, float]], change: dict[str, float]
+def test_a_run_is_finished_at_its_last_epoch_or_step(
+    make_run: MakeRun, rows: Rows, num_rows: int, max_steps: int | None, finished: bool
 ) -> None:
-    rows[1].update(change)
-    run = read(make_run("a", rows=rows))
-    assert [row["step"] for row in run.rows] == [0, 10, 15, 20]
-    assert run.remarks == ("line 2 of metrics.jsonl is no row of a run and left out",)
-    assert run.epochs == (0.0, 1.0, 1.5, 2.0)
+    assert run_of(make_run("a", {"trainer.max_steps": max_steps}, rows=rows[:num_rows])).finished is finished
 
 
-def test_numbers_that_are_too_large_to_draw_are_counted(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
-    for row, loss in zip(rows, (1.7e308, -1.7e308, 10**400, 3.0, 2.0), strict=True):
-        row["loss"] = loss
-    run = read(make_run("a", rows=rows))
-    assert [row["loss"] for row in run.rows if "loss" in row] == [3.0, 2.0]
-    assert run.remarks == ("loss is beyond ±1e+100, too large to draw, in 3 rows",)
+def test_labels_are_as_short_as_tells_folders_apart() -> None:
+    folders = [Path("/x/one/massl"), Path("/x/two/massl"), Path("/x/two/dino")]
+    assert distinct_labels(folders) == ["one/massl", "two/massl", "dino"]
+    assert distinct_labels([Path("/a/b/c"), Path("/d/b/c"), Path("/d/e/c")]) == ["a/b/c", "d/b/c", "e/c"]
+    assert distinct_labels([Path("/c"), Path("/d/c")]) == ["/c", "d/c"]
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[1]", '{"raw_pixel_knn": "x"}', '{"raw_pixel_knn": 310}', '{"raw_pixel_knn": NaN}', "{}"]
-)
-def test_a_baseline_that_is_none_is_left_out(make_run: MakeRun, content: str) -> None:
-    folder = make_run("a")
-    (folder / "baseline.json").write_text(content)
-    run = read(folder)
-    assert run.raw_pixel_knn is None
-    assert len(run.remarks) == (0 if content in ("[1]", "{}") else 1)
-
-
-def test_warnings_that_cannot_be_read_are_counted(make_run: MakeRun) -> None:
-    folder = make_run("a")
-    whole = '{"step": 3, "warning": "asleep"}'
-    (folder / "warnings.jsonl").write_text(f'{whole}\n{whole}\n{{"step": 4}}\n[1]\n{{"step": 5, "war')
-    run = read(folder)
-    assert run.warnings == ((3, "asleep"),)
-    assert run.remarks == ("3 lines of warnings.jsonl cannot be read and left out",)
+def test_a_folder_named_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is named twice; name every run once"):
+        distinct_labels([tmp_path / "a", tmp_path / "b" / ".." / "a"])

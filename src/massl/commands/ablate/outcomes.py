@@ -3,7 +3,6 @@ that.
 """
 
 import contextlib
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,8 +15,7 @@ from massl.config import RecipeError
 from massl.data.sources import DataError, ImageSource, open_source
 from massl.methods import METHODS
 from massl.reports.ablation.records import COMPARED_NEIGHBOURS, RunOutcome
-from massl.reports.run_curves import CurveError, read_run
-from massl.training.metrics_log import read_metrics
+from massl.reports.run_reader import read_run
 from massl.training.probes import general_collapse_signs
 
 _LEAST_ABOVE_CHANCE = 0.05  # of the way from guessing to perfection: below that features hardly tell classes apart
@@ -81,17 +79,17 @@ def planned_outcome(run: PlannedRun) -> RunOutcome:
 def finished_outcome(run: PlannedRun, yardstick: Yardstick, *, results: Path) -> RunOutcome:
     """The numbers of a run; those of the protocol knn are kept in the folder `results`."""
     outcome = replace(planned_outcome(run), state="finished")
-    with contextlib.suppress(CurveError):  # of a run on images without labels, whose probes are silent on k-NN
-        curve = read_run(run.folder)
+    read = read_run(run.folder)
+    if read.probes:  # images without labels have no k-NN
         outcome = replace(
             outcome,
-            knn_start=curve.first.knn_top1,
-            knn_last=curve.last.knn_top1,
-            images_per_second=curve.images_per_second,
+            knn_start=read.first.knn_top1,
+            knn_last=read.last.knn_top1,
+            images_per_second=read.images_per_second,
         )
     if yardstick.train is not None and yardstick.test is not None:
         outcome = replace(outcome, evaluated=_evaluated(run, yardstick.train, yardstick.test, results))
-    probed = [row for row in read_metrics(run.folder / "metrics.jsonl") if "effective_rank" in row]
+    probed = [row for row in read.rows if "effective_rank" in row]
     if probed:
         outcome = replace(outcome, effective_rank=probed[-1]["effective_rank"])
     # so early healthy runs look collapsed too
@@ -112,8 +110,7 @@ def _evaluated(run: PlannedRun, train: str, test: str, results: Path) -> dict[in
     }
     with contextlib.redirect_stdout(sys.stderr):  # on stdout stands the ablation's own table alone
         rows = evaluate(run.folder, output=results, protocol="knn", train=train, test=test, overrides=overrides).rows
-    found = [(re.match(r"k=(\d+)", row.setting), row.value) for row in rows if row.metric == "top1"]
-    return {int(neighbours[1]): accuracy for neighbours, accuracy in found if neighbours is not None}
+    return {row.setting.k: row.value for row in rows if row.metric == "top1" and row.setting.k is not None}
 
 
 def _signs_of(recipe: PretrainRecipe, row: Mapping[str, float]) -> list[str]:

@@ -28,7 +28,8 @@ from massl.commands.pretrain import pretrain
 from massl.commands.recipe import TrainingImages, as_set_options, load_recipe, parse_set_options
 from massl.config import MasslError, RecipeError, Settings, validate
 from massl.reports.comparison.tables import as_plain, cautions, comparison_document, comparison_table, equal_cost
-from massl.reports.run_curves import RunCurve, distinct_labels, read_run
+from massl.reports.run_reader import read_run
+from massl.reports.runs import Run, distinct_labels
 
 _NAME = "comparison"
 
@@ -91,7 +92,7 @@ class CompareSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     folder: Path  # where comparison.md, .json, .png and .svg lie
-    curves: tuple[RunCurve, ...]  # of the runs that could be read, labelled apart
+    runs: tuple[Run, ...]  # of the runs that could be read, labelled apart
     cautions: tuple[str, ...]  # in what they are not comparable
     failed: Mapping[str, str]  # recipe, method or folder -> what went wrong
     signal_number: int | None = None  # of the signal that ended the training early; the same command continues
@@ -147,7 +148,7 @@ def run_comparison(settings: CompareSettings) -> Comparison:
         trained, failed, signal_number = _train_all(_trainings(settings), settings.data.source, settings.minutes)
         # in the first trial of --minutes: there is nothing yet to compare
         if signal_number is not None and not trained:
-            return Comparison(folder=out, curves=(), cautions=(), failed=failed, signal_number=signal_number)
+            return Comparison(folder=out, runs=(), cautions=(), failed=failed, signal_number=signal_number)
         comparison = replace(_compare(trained, out, command=command, failed=failed), signal_number=signal_number)
     _show(comparison)
     return comparison
@@ -256,34 +257,34 @@ def _compare(folders: Sequence[Path], out: Path, *, command: str, failed: Mappin
     )
 
     labels = distinct_labels(folders)
-    curves: list[RunCurve] = []
+    runs: list[Run] = []
     problems = dict(failed)
     for folder, label in zip(folders, labels, strict=True):
         try:
-            curves.append(replace(read_run(folder), label=label))
+            runs.append(read_run(folder, label=label, strict=True))
         except MasslError as error:
             problems[label] = str(error)
-    if not curves:
+    if not runs:
         raise MasslError(
             "there is no run to compare. " + " ".join(f"{name}: {problem}." for name, problem in problems.items())
         )
-    comparison = Comparison(folder=out, curves=tuple(curves), cautions=cautions(curves), failed=problems)
-    save_figure(comparison_figure(curves), out / _NAME)
+    comparison = Comparison(folder=out, runs=tuple(runs), cautions=cautions(runs), failed=problems)
+    save_figure(comparison_figure(runs), out / _NAME)
     plain = {
-        "runs": [as_plain(curve) for curve in curves],
-        "equal_cost": equal_cost(curves),
+        "runs": [as_plain(run) for run in runs],
+        "equal_cost": equal_cost(runs),
         "cautions": comparison.cautions,
         "failed": problems,
     }
     (out / f"{_NAME}.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-    document = comparison_document(curves, failed=problems, command=command, picture=f"{_NAME}.png")
+    document = comparison_document(runs, failed=problems, command=command, picture=f"{_NAME}.png")
     (out / f"{_NAME}.md").write_text(document, encoding="utf-8")
     return comparison
 
 
 def _show(comparison: Comparison) -> None:
     screen = result_console()
-    table = comparison_table(comparison.curves)
+    table = comparison_table(comparison.runs)
     print_table(screen, table)
     for note in table.footnotes:
         print_line(screen, note, style="yellow" if note in comparison.cautions else None)

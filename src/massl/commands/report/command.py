@@ -17,7 +17,7 @@ from massl.commands.report.figure_model import Device
 from massl.commands.report.figures import figures_of
 from massl.commands.report.files import require_page_file, runs_of_comparison, write_page
 from massl.config import MasslError, Settings, flatten, validate
-from massl.evaluations.base import EvaluationError
+from massl.evaluations.measurement import EvaluationError
 from massl.evaluations.results import RESULTS_FILE, ResultRow, newest, read_rows
 from massl.reports.page.assembly import report_page
 from massl.reports.page.section import Section
@@ -26,8 +26,8 @@ from massl.reports.page.sections.public import tables_with_ours
 from massl.reports.page.sections.reproduction import PackagedRecipe, changes_between, reproduction_section
 from massl.reports.page.sections.results import results_section
 from massl.reports.published.data_sets import require_known
-from massl.reports.run_curves import distinct_labels
-from massl.reports.runs import PageRun, read_page_run
+from massl.reports.run_reader import read_run
+from massl.reports.runs import Run, distinct_labels
 from massl.reports.tables import transfer_averages
 
 _LARGE_MIB = 10  # more is slow on a telephone and too much for many mail boxes
@@ -73,7 +73,7 @@ class ReportSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class Report:
     file: Path
-    runs: tuple[PageRun, ...]
+    runs: tuple[Run, ...]
     num_ablations: int
 
 
@@ -128,7 +128,7 @@ def run_report(settings: ReportSettings) -> Report:
     return Report(file=file, runs=tuple(runs), num_ablations=len(ablations))
 
 
-def _read(folders: Sequence[str]) -> tuple[list[PageRun], list[Path]]:
+def _read(folders: Sequence[str]) -> tuple[list[Run], list[Path]]:
     """Runs, labelled apart, and the files of ablations."""
     if not folders:
         raise MasslError(
@@ -137,26 +137,25 @@ def _read(folders: Sequence[str]) -> tuple[list[PageRun], list[Path]]:
     paths = [path for folder in folders for path in runs_of_comparison(Path(folder).expanduser())]
     ablations = {path: ablation_files(path) for path in paths if path.is_dir() and not (path / "recipe.yaml").exists()}
     of_runs = [path for path in paths if not ablations.get(path)]
-    runs = [read_page_run(path, label=label) for path, label in zip(of_runs, distinct_labels(of_runs), strict=True)]
+    runs = [read_run(path, label=label) for path, label in zip(of_runs, distinct_labels(of_runs), strict=True)]
     return runs, list(dict.fromkeys(file for files in ablations.values() for file in files))
 
 
-def _title(runs: Sequence[PageRun], ablations: Sequence[Path]) -> str:
+def _title(runs: Sequence[Run], ablations: Sequence[Path]) -> str:
     if len(runs) == 1:
         return runs[0].label
     return f"{len(runs)} runs" if runs else "Ablation" if len(ablations) == 1 else "Ablations"
 
 
 def _sections(
-    runs: Sequence[PageRun], ablations: Sequence[Path], settings: ReportSettings, command: str
+    runs: Sequence[Run], ablations: Sequence[Path], settings: ReportSettings, command: str
 ) -> list[Section]:
     rows, remarks = _results(runs, settings.results)
     sections = []
     if runs or rows or remarks:
-        shown = [vars(row) for row in rows]
         sections.append(
             results_section(
-                [*shown, *transfer_averages(shown)],
+                [*rows, *transfer_averages(rows)],
                 remarks=remarks,
                 public=tables_with_ours(runs, data_set=settings.data_set),
             )
@@ -164,19 +163,19 @@ def _sections(
     if ablations:
         sections.append(ablations_section(ablations))
     with_backbones = {
-        run.label: run.curve.folder for run in runs if (run.curve.folder / "backbone.safetensors").exists()
+        run.label: run.folder for run in runs if (run.folder / "backbone.safetensors").exists()
     }
     if settings.figures and with_backbones:
         sections += figures_of(with_backbones, data=settings.data, device=settings.device)
     return [*sections, reproduction_section(runs, packaged_recipes(runs), command=command)]
 
 
-def _results(runs: Sequence[PageRun], folders: Sequence[str]) -> tuple[list[ResultRow], list[str]]:
+def _results(runs: Sequence[Run], folders: Sequence[str]) -> tuple[list[ResultRow], list[str]]:
     """All rows of evaluations, the newest of their kind, and which files could not be read."""
     files = [
         file
         for run in runs
-        for file in (run.curve.folder / RESULTS_FILE, *sorted(run.curve.folder.glob(f"*/{RESULTS_FILE}")))
+        for file in (run.folder / RESULTS_FILE, *sorted(run.folder.glob(f"*/{RESULTS_FILE}")))
     ]
     for folder in folders:
         named = Path(folder).expanduser()
@@ -194,13 +193,13 @@ def _results(runs: Sequence[PageRun], folders: Sequence[str]) -> tuple[list[Resu
     return newest(rows), remarks
 
 
-def packaged_recipes(runs: Sequence[PageRun]) -> dict[str, PackagedRecipe]:
+def packaged_recipes(runs: Sequence[Run]) -> dict[str, PackagedRecipe]:
     """Label of a run -> the packaged recipe its command names, or else the one of its method it is nearest to."""
     found = {}
     for run in runs:
-        named = _recipe_named(run.curve.environment)
+        named = _recipe_named(run.environment)
         shipped = {
-            name: _settings_of(name, run.curve.method) for name in (shipped_recipes() if named is None else [named])
+            name: _settings_of(name, run.method) for name in (shipped_recipes() if named is None else [named])
         }
         own = _own_settings(run)
         changes = {name: changes_between(values, own) for name, values in shipped.items() if values}
@@ -210,12 +209,12 @@ def packaged_recipes(runs: Sequence[PageRun]) -> dict[str, PackagedRecipe]:
     return found
 
 
-def _own_settings(run: PageRun) -> Mapping[str, Any]:
+def _own_settings(run: Run) -> Mapping[str, Any]:
     """The run's recipe, with the defaults of settings that did not exist when it was trained."""
     try:
-        return flatten(load_recipe(run.curve.folder / "recipe.yaml"))
+        return flatten(load_recipe(run.folder / "recipe.yaml"))
     except MasslError:  # of a version whose settings had other names
-        return run.curve.settings
+        return run.settings
 
 
 def _recipe_named(environment: Mapping[str, Any]) -> str | None:

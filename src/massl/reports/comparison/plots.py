@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from massl.reports.comparison.tables import cautions, device_word, shared_by
-from massl.reports.run_curves import RunCurve
+from massl.reports.runs import Run
 
 # Okabe and Ito's colours, which are told apart with any colour vision, with a dark red for their yellow, which is
 # hardly seen on white: as many as there are methods. Markers differ too, so that a print in grey can be read; lines
@@ -25,16 +25,16 @@ _MOST_MARKERS = 15  # on a line; more would hide it
 _LONGEST_LABEL = 30  # characters
 
 
-def comparison_figure(curves: Sequence[RunCurve]) -> Figure:
+def comparison_figure(runs: Sequence[Run]) -> Figure:
     """Two panels with one axis of k-NN accuracy: what was learnt for the cost, and what was learnt from the data."""
-    growth = max(1.0, len(curves) * _LABEL_STEP)  # of the panels' height, until every name has its line
+    growth = max(1.0, len(runs) * _LABEL_STEP)  # of the panels' height, until every name has its line
     figure = Figure(figsize=(_WIDTH, _HEIGHT * growth), layout="constrained")
     by_cost, by_epoch = figure.subplots(1, 2, sharey=True)
-    for number, curve in enumerate(curves):
-        accuracies = [point.knn_top1 for point in curve.knn]
+    for number, run in enumerate(runs):
+        accuracies = [point.knn_top1 for point in run.probes]
         for axes, places in (
-            (by_cost, [point.gpu_minutes for point in curve.knn]),
-            (by_epoch, [point.epoch for point in curve.knn]),
+            (by_cost, [point.gpu_minutes for point in run.probes]),
+            (by_epoch, [point.epoch for point in run.probes]),
         ):
             axes.plot(
                 places,
@@ -46,13 +46,13 @@ def comparison_figure(curves: Sequence[RunCurve]) -> Figure:
                 markersize=4,
                 linewidth=1.5,
             )
-    device = device_word(curves)
+    device = device_word(runs)
     _dress(by_cost, f"{device}-minutes of training (probes not counted)")
     _dress(by_epoch, "epochs")
     by_cost.set_ylabel("k-NN top-1 of the probe, %", color=_INK, fontsize=_TEXT_POINTS)
-    _write_labels(by_epoch, curves, step=_LABEL_STEP / growth)
-    figure.suptitle(shared_by(curves), x=0.01, ha="left", fontsize=_TEXT_POINTS + 1, color=_INK, parse_math=False)
-    remarks = _lines(cautions(curves), width=150)
+    _write_labels(by_epoch, runs, step=_LABEL_STEP / growth)
+    figure.suptitle(shared_by(runs), x=0.01, ha="left", fontsize=_TEXT_POINTS + 1, color=_INK, parse_math=False)
+    remarks = _lines(cautions(runs), width=150)
     if remarks:
         figure.supxlabel(remarks, x=0.01, ha="left", fontsize=_SMALL_POINTS, color=_INK, parse_math=False)
     return figure
@@ -94,14 +94,14 @@ def _dress(axes: Axes, what: str) -> None:
         axes.spines[side].set_color(_FAINT)
 
 
-def _write_labels(axes: Axes, curves: Sequence[RunCurve], *, step: float) -> None:
+def _write_labels(axes: Axes, runs: Sequence[Run], *, step: float) -> None:
     """Each run's name and last accuracy to the right of where its line ends: nobody has to look up a colour."""
     low, high = axes.get_ylim()
-    places = spread([(curve.last.knn_top1 - low) / (high - low) for curve in curves], step=step)
-    for number, (curve, place) in enumerate(zip(curves, places, strict=True)):
+    places = spread([(run.last.knn_top1 - low) / (high - low) for run in runs], step=step)
+    for number, (run, place) in enumerate(zip(runs, places, strict=True)):
         axes.annotate(
-            f"{_shortened(curve.label)}  {curve.last.knn_top1:.1f}",
-            xy=(curve.last.epoch, curve.last.knn_top1),
+            f"{_shortened(run.label)}  {run.last.knn_top1:.1f}",
+            xy=(run.last.epoch, run.last.knn_top1),
             xytext=(1.06, place),
             textcoords="axes fraction",
             va="center",

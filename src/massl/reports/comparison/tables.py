@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from massl.reports.published.paper import PaperTable, paper_tables
-from massl.reports.run_curves import RunCurve, minutes_in_common
+from massl.reports.runs import Run, minutes_in_common
 from massl.reports.tables import ResultsTable, as_markdown
 
 # Settings that decide how long a step takes or how many make an epoch, by how their keys begin. What belongs to a
@@ -53,14 +53,14 @@ _BASE_METHOD = "massl"  # what ratios are to, where there is a run of it
 _TEXT_COLUMNS = frozenset({"run", "method"})  # left-aligned; all others hold numbers
 
 
-def differing_settings(curves: Sequence[RunCurve]) -> dict[str, dict[str, Any]]:
+def differing_settings(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     """Dotted key -> label -> value, of the settings in which the runs are not all alike; a run without the key has
     None.
 
     Runs that do not use a setting, as views.local_size without local views, are left out of it.
     """
-    keys = sorted({key for curve in curves for key in curve.settings})
-    values = {key: {curve.label: curve.settings.get(key) for curve in curves if _uses(curve, key)} for key in keys}
+    keys = sorted({key for run in runs for key in run.settings})
+    values = {key: {run.label: run.settings.get(key) for run in runs if _uses(run, key)} for key in keys}
     return {
         key: by_label
         for key, by_label in values.items()
@@ -68,23 +68,21 @@ def differing_settings(curves: Sequence[RunCurve]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _uses(curve: RunCurve, key: str) -> bool:
-    return not (key.startswith("views.local_") and curve.settings.get("views.num_local") == 0)
+def _uses(run: Run, key: str) -> bool:
+    return not (key.startswith("views.local_") and run.settings.get("views.num_local") == 0)
 
 
-def cautions(curves: Sequence[RunCurve]) -> tuple[str, ...]:
+def cautions(runs: Sequence[Run]) -> tuple[str, ...]:
     """In what these runs cannot be compared, a sentence each; none where epochs, batch, data, probes, network and
     machine are the same.
     """
-    differing = differing_settings(curves)
-    machines = {curve.label: f"{curve.num_processes} x {curve.device}" for curve in curves}
+    differing = differing_settings(runs)
+    machines = {run.label: f"{run.num_processes} x {run.device}" for run in runs}
     cost = [in_words(key, by_label) for key, by_label in differing.items() if key.startswith(_DECIDE_COST)]
     length = [in_words(key, by_label) for key, by_label in differing.items() if key.startswith(_DECIDE_LENGTH)]
     measure = [in_words(key, by_label) for key, by_label in differing.items() if key.startswith(_DECIDE_MEASURE)]
     under_way = [
-        f"{curve.label} is at epoch {_number(curve.last.epoch)} of {curve.epochs}"
-        for curve in curves
-        if not curve.finished
+        f"{run.label} is at epoch {_number(run.last.epoch)} of {run.num_epochs}" for run in runs if not run.finished
     ]
     sentences = {
         "not at equal cost": cost,
@@ -98,11 +96,11 @@ def cautions(curves: Sequence[RunCurve]) -> tuple[str, ...]:
     return tuple(f"{what}: {'; '.join(details)}" for what, details in sentences.items() if details)
 
 
-def other_differences(curves: Sequence[RunCurve]) -> tuple[str, ...]:
+def other_differences(runs: Sequence[Run]) -> tuple[str, ...]:
     """Settings that differ, besides those of `cautions` and the methods' own: how each was tuned."""
     told = (*_DECIDE_COST, *_DECIDE_LENGTH, *_DECIDE_MEASURE, "method.")
     return tuple(
-        in_words(key, by_label) for key, by_label in differing_settings(curves).items() if not key.startswith(told)
+        in_words(key, by_label) for key, by_label in differing_settings(runs).items() if not key.startswith(told)
     )
 
 
@@ -114,12 +112,12 @@ def in_words(key: str, by_label: Mapping[str, Any]) -> str:
     return f"{key} is " + ", ".join(f"{value} ({', '.join(having)})" for value, having in labels.items())
 
 
-def comparison_table(curves: Sequence[RunCurve]) -> ResultsTable:
+def comparison_table(runs: Sequence[Run]) -> ResultsTable:
     """One line a run: k-NN at its first, last and best probe and at equal cost, and what training had cost at the last."""
-    base, device = base_of(curves), device_word(curves)
-    has_ratios = len(curves) > 1
-    has_memory = any(curve.peak_memory_gib is not None for curve in curves)
-    common = minutes_in_common(curves)
+    base, device = base_of(runs), device_word(runs)
+    has_ratios = len(runs) > 1
+    has_memory = any(run.peak_memory_gib is not None for run in runs)
+    common = minutes_in_common(runs)
     columns = ["run", "method", "epochs done", "k-NN start", "k-NN last", "k-NN best (epoch)"]
     at_equal_cost = f"k-NN at {minutes_text(common)} {device} min"
     columns += [f"{at_equal_cost} (probe at)"] if has_ratios else []
@@ -129,28 +127,28 @@ def comparison_table(curves: Sequence[RunCurve]) -> ResultsTable:
     columns += [f"GiB a {device}"] if has_memory else []
     columns += ["GiB ×"] if has_memory and has_ratios else []
     lines = []
-    for curve in curves:
-        line = [curve.label, curve.method, f"{_number(curve.last.epoch)}/{curve.epochs}"]
+    for run in runs:
+        line = [run.label, run.method, f"{_number(run.last.epoch)}/{run.num_epochs}"]
         line += [
-            f"{curve.first.knn_top1:.1f}",
-            f"{curve.last.knn_top1:.1f}",
-            f"{curve.best.knn_top1:.1f} ({_number(curve.best.epoch)})",
+            f"{run.first.knn_top1:.1f}",
+            f"{run.last.knn_top1:.1f}",
+            f"{run.best.knn_top1:.1f} ({_number(run.best.epoch)})",
         ]
-        line += [_knn_until(curve, common)] if has_ratios else []
-        line += [minutes_text(curve.last.gpu_minutes)]
-        line += [_ratio(_minutes_an_image(curve), _minutes_an_image(base))] if has_ratios else []
-        line += [_UNKNOWN if curve.images_per_second is None else f"{curve.images_per_second:,.0f}"]
-        line += [_UNKNOWN if curve.peak_memory_gib is None else f"{curve.peak_memory_gib:.1f}"] if has_memory else []
-        line += [_ratio(curve.peak_memory_gib, base.peak_memory_gib)] if has_memory and has_ratios else []
+        line += [_knn_until(run, common)] if has_ratios else []
+        line += [minutes_text(run.last.gpu_minutes)]
+        line += [_ratio(_minutes_an_image(run), _minutes_an_image(base))] if has_ratios else []
+        line += [_UNKNOWN if run.images_per_second is None else f"{run.images_per_second:,.0f}"]
+        line += [_UNKNOWN if run.peak_memory_gib is None else f"{run.peak_memory_gib:.1f}"] if has_memory else []
+        line += [_ratio(run.peak_memory_gib, base.peak_memory_gib)] if has_memory and has_ratios else []
         lines.append(tuple(line))
     notes = [
         f"×: as a multiple of {base.label}, time by the image seen",
         f"{at_equal_cost} is at equal cost: the last probe of each run until then, which was at the minutes in parentheses; "
         f"{_UNKNOWN}: none yet in training",
     ]
-    footnotes = (*(notes if has_ratios else ()), *cautions(curves))
+    footnotes = (*(notes if has_ratios else ()), *cautions(runs))
     return ResultsTable(
-        title=shared_by(curves),
+        title=shared_by(runs),
         columns=tuple(columns),
         lines=tuple(lines),
         footnotes=footnotes,
@@ -158,10 +156,10 @@ def comparison_table(curves: Sequence[RunCurve]) -> ResultsTable:
     )
 
 
-def equal_cost(curves: Sequence[RunCurve]) -> dict[str, Any]:
+def equal_cost(runs: Sequence[Run]) -> dict[str, Any]:
     """In comparison.json: the minutes that all runs have in common, and each run's last probe until then."""
-    common = minutes_in_common(curves)
-    points = {curve.label: curve.until(common) for curve in curves}
+    common = minutes_in_common(runs)
+    points = {run.label: run.last_within(common) for run in runs}
     return {
         "gpu_minutes": common,
         "knn": {label: None if point is None else point._asdict() for label, point in points.items()},
@@ -194,17 +192,17 @@ def paper_time_table() -> ResultsTable:
     )
 
 
-def comparison_document(curves: Sequence[RunCurve], *, failed: Mapping[str, str], command: str, picture: str) -> str:
+def comparison_document(runs: Sequence[Run], *, failed: Mapping[str, str], command: str, picture: str) -> str:
     """comparison.md: table, figure, in what the runs differ, the paper's own table, and the commands that make all this
     again.
     """
     parts = [
         "# Runs side by side",
-        as_markdown(comparison_table(curves)),
+        as_markdown(comparison_table(runs)),
         f"![k-NN against cost and epochs]({picture})",
         _HOW_IT_IS_COUNTED,
     ]
-    tuned = other_differences(curves)
+    tuned = other_differences(runs)
     if tuned:
         parts += ["Settings that differ besides, those of the methods apart:", _bullets(tuned)]
     if failed:
@@ -218,42 +216,42 @@ def comparison_document(curves: Sequence[RunCurve], *, failed: Mapping[str, str]
     parts += [f"```bash\n{command}\n```"] if command else []
     parts += [
         "Each run alone:",
-        "```bash\n" + "\n".join(map(_command_of, curves)) + "\n```",
-        _bullets(map(_made_by, curves)),
+        "```bash\n" + "\n".join(map(_command_of, runs)) + "\n```",
+        _bullets(map(_made_by, runs)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def as_plain(curve: RunCurve) -> dict[str, Any]:
+def as_plain(run: Run) -> dict[str, Any]:
     """A run in comparison.json."""
     return {
-        "label": curve.label,
-        "folder": str(curve.folder),
-        "method": curve.method,
-        "finished": curve.finished,
-        "epochs": curve.epochs,
-        "batch_size": curve.batch_size,
-        "images_seen": curve.images_seen,
-        "knn_first": curve.first._asdict(),
-        "knn_last": curve.last._asdict(),
-        "knn_best": curve.best._asdict(),
-        "gpu_minutes": curve.gpu_minutes,
-        "images_per_second": curve.images_per_second,
-        "peak_memory_gib": curve.peak_memory_gib,
-        "knn": [point._asdict() for point in curve.knn],
-        "settings": dict(curve.settings),
-        "environment": dict(curve.environment),
+        "label": run.label,
+        "folder": str(run.folder),
+        "method": run.method,
+        "finished": run.finished,
+        "epochs": run.num_epochs,
+        "batch_size": run.batch_size,
+        "images_seen": run.images_seen,
+        "knn_first": run.first._asdict(),
+        "knn_last": run.last._asdict(),
+        "knn_best": run.best._asdict(),
+        "gpu_minutes": run.gpu_minutes,
+        "images_per_second": run.images_per_second,
+        "peak_memory_gib": run.peak_memory_gib,
+        "knn": [point._asdict() for point in run.probes],
+        "settings": dict(run.settings),
+        "environment": dict(run.environment),
     }
 
 
-def base_of(curves: Sequence[RunCurve]) -> RunCurve:
+def base_of(runs: Sequence[Run]) -> Run:
     """What the others' costs are measured by: the first run of MaSSL, or the first of all."""
-    return next((curve for curve in curves if curve.method == _BASE_METHOD), curves[0])
+    return next((run for run in runs if run.method == _BASE_METHOD), runs[0])
 
 
-def device_word(curves: Sequence[RunCurve]) -> str:
+def device_word(runs: Sequence[Run]) -> str:
     """What minutes are minutes of."""
-    kinds = {curve.device == "cpu" for curve in curves}
+    kinds = {run.device == "cpu" for run in runs}
     return "device" if len(kinds) > 1 else "CPU" if kinds == {True} else "GPU"
 
 
@@ -261,24 +259,22 @@ def minutes_text(minutes: float) -> str:
     return f"{minutes:,.0f}" if minutes >= 100 else f"{minutes:.2f}" if minutes < 10 else f"{minutes:.1f}"
 
 
-def _command_of(curve: RunCurve) -> str:
+def _command_of(run: Run) -> str:
     """Trains the same recipe into a new folder."""
     program = (
-        ["massl"]
-        if curve.num_processes == 1
-        else ["torchrun", "--nproc-per-node", str(curve.num_processes), "-m", "massl"]
+        ["massl"] if run.num_processes == 1 else ["torchrun", "--nproc-per-node", str(run.num_processes), "-m", "massl"]
     )
     return shlex.join(
-        [*program, "pretrain", "--recipe", str(curve.folder / "recipe.yaml"), "--output", f"{curve.folder}-again"]
+        [*program, "pretrain", "--recipe", str(run.folder / "recipe.yaml"), "--output", f"{run.folder}-again"]
     )
 
 
-def _made_by(curve: RunCurve) -> str:
-    packages = curve.environment.get("packages", {})
+def _made_by(run: Run) -> str:
+    packages = run.environment.get("packages", {})
     versions = [f"{name} {packages[name]}" for name in ("massl", "torch", "timm") if packages.get(name)]
-    commit = curve.environment.get("massl_commit")
+    commit = run.environment.get("massl_commit")
     versions += [f"commit {commit}"] if commit else []
-    return f"{curve.label}: {curve.images_seen:,} images seen; {curve.num_processes} x {curve.device}; {', '.join(versions)}"
+    return f"{run.label}: {run.images_seen:,} images seen; {run.num_processes} x {run.device}; {', '.join(versions)}"
 
 
 def _bullets(lines: Iterable[str]) -> str:
@@ -289,34 +285,34 @@ def _values(table: PaperTable, number: int) -> tuple[float, ...]:
     return tuple(figure.value for figure in table.rows[number].figures if figure is not None)
 
 
-def shared_by(curves: Sequence[RunCurve]) -> str:
+def shared_by(runs: Sequence[Run]) -> str:
     """What all runs have in common, in words."""
 
     def common(values: list[str]) -> list[str]:
         return values[:1] if len(set(values)) == 1 else []
 
-    parts = common([_network(curve) for curve in curves])
-    parts += common([f"on {curve.settings['data.source']}" for curve in curves])
-    parts += common([f"batch {curve.batch_size}" for curve in curves])
-    parts += common([f"{curve.num_processes} x {curve.device}" for curve in curves])
+    parts = common([_network(run) for run in runs])
+    parts += common([f"on {run.settings['data.source']}" for run in runs])
+    parts += common([f"batch {run.batch_size}" for run in runs])
+    parts += common([f"{run.num_processes} x {run.device}" for run in runs])
     return ", ".join(parts).replace(", on ", " on ", 1)
 
 
-def _network(curve: RunCurve) -> str:
+def _network(run: Run) -> str:
     """ "vit_small_patch16_224 (patches of 8 px, images of 64 px)": its name, and where it is not as its name says."""
-    sizes = {"patches": curve.settings.get("backbone.patch_size"), "images": curve.settings.get("backbone.image_size")}
+    sizes = {"patches": run.settings.get("backbone.patch_size"), "images": run.settings.get("backbone.image_size")}
     other = ", ".join(f"{what} of {size} px" for what, size in sizes.items() if size is not None)
-    return f"{curve.settings['backbone.name']} ({other})" if other else str(curve.settings["backbone.name"])
+    return f"{run.settings['backbone.name']} ({other})" if other else str(run.settings["backbone.name"])
 
 
-def _minutes_an_image(curve: RunCurve) -> float | None:
+def _minutes_an_image(run: Run) -> float | None:
     """By the image, so that runs of different length can be told by it too."""
-    return curve.gpu_minutes / curve.images_seen if curve.images_seen else None
+    return run.gpu_minutes / run.images_seen if run.images_seen else None
 
 
-def _knn_until(curve: RunCurve, gpu_minutes: float) -> str:
+def _knn_until(run: Run, gpu_minutes: float) -> str:
     """ "61.2 (1.48)": how good, and at how many minutes the run was probed so."""
-    point = curve.until(gpu_minutes)
+    point = run.last_within(gpu_minutes)
     return _UNKNOWN if point is None else f"{point.knn_top1:.1f} ({minutes_text(point.gpu_minutes)})"
 
 

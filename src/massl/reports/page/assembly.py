@@ -11,22 +11,22 @@ from massl.reports.comparison.tables import shared_by
 from massl.reports.page.section import Section
 from massl.reports.page.sections.training import legend_markup, summary_section, training_section
 from massl.reports.page.templates import asset, rendered
-from massl.reports.runs import PageRun
+from massl.reports.runs import Run
 
 _LONGEST_SOURCE = 120  # characters of data.source in the head; joined sources may be as long as they like
 _SCRIPTS = ("charts.js", "tables.js", "page.js")
 
 
-def report_page(runs: Sequence[PageRun], further: Sequence[Section], *, title: str, created: datetime) -> str:
+def report_page(runs: Sequence[Run], further: Sequence[Section], *, title: str, created: datetime) -> str:
     """The page of some runs, which may be none: summary and curves of the runs, then the further sections."""
     sections, data = list(further), dict[str, object]()
     if runs:
         training, data = training_section(runs)
         sections = [summary_section(runs), training, *further]
     _refuse_twins(sections)
-    in_full = shared_by([run.curve for run in runs]) if runs else ""
+    in_full = shared_by(runs) if runs else ""
     subtitle = (
-        in_full.replace(str(runs[0].curve.settings["data.source"]), _short(str(runs[0].curve.settings["data.source"])))
+        in_full.replace(str(runs[0].settings["data.source"]), _short(str(runs[0].settings["data.source"])))
         if runs
         else ""
     )

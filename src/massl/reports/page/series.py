@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from massl.reports.runs import PageRun
+from massl.reports.runs import Run
 
 Axis = Literal["step", "epoch", "minutes"]
 MOST_POINTS = 600  # of a curve: more are finer than the pixels of a chart
@@ -80,7 +80,7 @@ class Chart:
     level: Level | None = None
 
 
-def charts_of(runs: Sequence[PageRun]) -> tuple[list[Chart], list[Chart]]:
+def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     """Those to look at, then those behind a fold; only metrics that some row has."""
     found = {key for run in runs for row in run.rows for key in row} - _PLACES
     own = {key: Metric(key.replace("_", " ").capitalize()) for key in sorted(found - METRICS.keys() - FURTHER.keys())}
@@ -105,7 +105,7 @@ def charts_of(runs: Sequence[PageRun]) -> tuple[list[Chart], list[Chart]]:
     return [chart for chart in main if chart.series], [chart for chart in further if chart.series]
 
 
-def _chart(key: str, metric: Metric, runs: Sequence[PageRun]) -> Chart:
+def _chart(key: str, metric: Metric, runs: Sequence[Run]) -> Chart:
     series = [Series(run=number, points=thinned(points_of(run, key))) for number, run in enumerate(runs)]
     is_accuracy = key == "knn_top1"
     drawn = tuple(one for one in series if one.points)
@@ -114,17 +114,17 @@ def _chart(key: str, metric: Metric, runs: Sequence[PageRun]) -> Chart:
     )
 
 
-def _raw_pixels(runs: Sequence[PageRun]) -> Level | None:
+def _raw_pixels(runs: Sequence[Run]) -> Level | None:
     """What k-NN reaches without a network, where there is one run: those of several need not be of the same images."""
     accuracy = runs[0].raw_pixel_knn if len(runs) == 1 else None
     return None if accuracy is None else Level(accuracy, f"raw pixels {accuracy:.1f} %")
 
 
-def points_of(run: PageRun, key: str) -> list[Point]:
+def points_of(run: Run, key: str) -> list[Point]:
     """All numbers of a metric; a rate of images is one only after the first step."""
     return [
         Point(row["step"], epoch, minutes, row[key])
-        for row, epoch, minutes in zip(run.rows, run.epochs, run.minutes, strict=True)
+        for row, epoch, minutes in zip(run.rows, run.epochs_at_rows, run.gpu_minutes_at_rows, strict=True)
         if key in row and not (key == "images_per_second" and row["step"] == 0)
     ]
 
@@ -144,12 +144,12 @@ def thinned(points: Sequence[Point], *, most: int = MOST_POINTS) -> tuple[Point,
     return tuple(points[place] for place in sorted(kept))
 
 
-def default_axis(runs: Sequence[PageRun]) -> Axis:
+def default_axis(runs: Sequence[Run]) -> Axis:
     """Epochs, unless a run has not ended its first: then steps tell more."""
     return "epoch" if all(any(row["epoch"] >= 1 for row in run.rows) for run in runs if run.rows) else "step"
 
 
-def plain(charts: Sequence[Chart], runs: Sequence[PageRun], *, minutes_of: str) -> dict[str, object]:
+def plain(charts: Sequence[Chart], runs: Sequence[Run], *, minutes_of: str) -> dict[str, object]:
     """For the page's scripts: numbers in full precision would only make it longer."""
     return {
         "axis": default_axis(runs),

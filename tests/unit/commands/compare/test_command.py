@@ -14,7 +14,7 @@ from massl.commands.compare import command as compare
 from massl.commands.pretrain import PretrainResult
 from massl.config import MasslError, RecipeError, merge
 from massl.reports.comparison import plots as training_plots
-from massl.reports.run_curves import CurveError
+from massl.reports.runs import RunError
 
 FILES = ["comparison.json", "comparison.md", "comparison.png", "comparison.svg"]
 
@@ -77,7 +77,7 @@ def test_runs_are_compared_in_four_files(tmp_path: Path) -> None:
     comparison = compare_runs(folders, out=tmp_path / "new" / "out")
     assert comparison.folder == tmp_path / "new" / "out"
     assert sorted(path.name for path in comparison.folder.iterdir()) == FILES
-    assert [curve.last.knn_top1 for curve in comparison.curves] == [50.0, 60.0]
+    assert [run.last.knn_top1 for run in comparison.runs] == [50.0, 60.0]
     assert comparison.cautions[0] == "not after equal epochs: trainer.epochs is 1 (a), 2 (b)"
     assert comparison.failed == {}
     written = json.loads((comparison.folder / "comparison.json").read_text())
@@ -94,18 +94,18 @@ def test_folders_of_one_name_are_labelled_apart(tmp_path: Path) -> None:
     comparison = compare_runs(
         [write_run(tmp_path / "x" / "massl"), write_run(tmp_path / "y" / "massl")], out=tmp_path / "out"
     )
-    assert [curve.label for curve in comparison.curves] == ["x/massl", "y/massl"]
+    assert [run.label for run in comparison.runs] == ["x/massl", "y/massl"]
 
 
 def test_a_folder_named_twice_is_refused(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
-    with pytest.raises(CurveError, match="named twice"):
+    with pytest.raises(RunError, match="named twice"):
         compare_runs([folder, folder], out=tmp_path / "out")
 
 
 def test_a_folder_that_cannot_be_read_does_not_lose_the_others(tmp_path: Path) -> None:
     comparison = compare_runs([tmp_path / "nowhere", write_run(tmp_path / "a")], out=tmp_path / "out")
-    assert [curve.label for curve in comparison.curves] == ["a"]
+    assert [run.label for run in comparison.runs] == ["a"]
     assert "nowhere is no folder" in comparison.failed["nowhere"]
     assert json.loads((tmp_path / "out" / "comparison.json").read_text())["failed"] == comparison.failed
     assert "- nowhere: " in (tmp_path / "out" / "comparison.md").read_text()
@@ -152,7 +152,7 @@ def test_each_recipe_is_trained_into_a_folder_of_its_name(trainer: Trainer, tmp_
     ]
     assert all(asked["data"] == "photos" for asked in trainer.asked)
     assert all(asked["overrides"] == {"trainer.epochs": 1, "trainer.batch_size": 30} for asked in trainer.asked)
-    assert [curve.label for curve in comparison.curves] == ["dino-tiny", "own", "massl-tiny"]
+    assert [run.label for run in comparison.runs] == ["dino-tiny", "own", "massl-tiny"]
     assert comparison.folder == tmp_path / "runs"
     options = "--recipes dino-tiny,recipes/own.yaml massl-tiny --data.source photos --set trainer.epochs=1 trainer.batch_size=30 --output"
     assert f"massl compare {options} {tmp_path}/runs\n" in (tmp_path / "runs" / "comparison.md").read_text()
@@ -168,7 +168,7 @@ def test_methods_are_trained_by_one_recipe_with_one_word_changed(trainer: Traine
         ("demo", "dino", {"method.name": "dino"}),
     ]
     assert all(asked["data"] is None for asked in trainer.asked)  # those of the recipe
-    assert [curve.method for curve in comparison.curves] == ["massl", "dino"]
+    assert [run.method for run in comparison.runs] == ["massl", "dino"]
     assert (tmp_path / "out" / "comparison.md").exists()
 
 
@@ -176,7 +176,7 @@ def test_methods_are_trained_by_one_recipe_with_one_word_changed(trainer: Traine
 def test_a_recipe_that_fails_does_not_lose_the_others(trainer: Trainer, tmp_path: Path, error: Exception) -> None:
     trainer.fails["ibot"] = error
     comparison = run_comparison(CompareSettings(recipes=("dino,ibot,massl",), output=str(tmp_path)))
-    assert [curve.label for curve in comparison.curves] == ["dino", "massl"]
+    assert [run.label for run in comparison.runs] == ["dino", "massl"]
     assert list(comparison.failed) == ["ibot"]
     assert str(error) in comparison.failed["ibot"]
 
@@ -185,7 +185,7 @@ def test_a_run_of_before_that_fails_now_is_not_compared(trainer: Trainer, tmp_pa
     write_run(tmp_path / "ibot")
     trainer.fails["ibot"] = MasslError("holds a run of another recipe")
     assert [
-        curve.label for curve in run_comparison(CompareSettings(recipes=("ibot,massl",), output=str(tmp_path))).curves
+        run.label for run in run_comparison(CompareSettings(recipes=("ibot,massl",), output=str(tmp_path))).runs
     ] == ["massl"]
 
 
@@ -199,7 +199,7 @@ def test_a_signal_ends_the_training_and_what_is_there_is_compared(trainer: Train
     trainer.stopped_in = "b"
     comparison = run_comparison(CompareSettings(recipes=("a,b,c",), output=str(tmp_path)))
     assert [asked["recipe"] for asked in trainer.asked] == ["a", "b"]
-    assert [curve.label for curve in comparison.curves] == ["a", "b"]
+    assert [run.label for run in comparison.runs] == ["a", "b"]
     assert comparison.signal_number == 15
 
 
@@ -347,14 +347,14 @@ def test_recipes_are_trained_compared_and_not_trained_again(tmp_path: Path) -> N
         output=str(tmp_path / "runs"),
     )
     comparison = run_comparison(settings)
-    assert [curve.label for curve in comparison.curves] == ["slow", "quick"]
+    assert [run.label for run in comparison.runs] == ["slow", "quick"]
     assert "no recipe 'nowhere'" in comparison.failed["nowhere"]
-    for curve in comparison.curves:
+    for run in comparison.runs:
         assert [point.epoch for point in curve.knn] == [0, 1, 2]
         assert curve.finished
         assert curve.images_seen == 2 * 24
         assert 0 < curve.gpu_minutes < 10
     # with times, equal only where nothing was trained again
     before = (tmp_path / "runs" / "quick" / "metrics.jsonl").read_text()
-    assert run_comparison(settings).curves[1].knn == comparison.curves[1].knn
+    assert run_comparison(settings).runs[1].knn == comparison.runs[1].knn
     assert (tmp_path / "runs" / "quick" / "metrics.jsonl").read_text() == before

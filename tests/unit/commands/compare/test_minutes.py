@@ -400,7 +400,7 @@ def test_a_trial_that_fails_does_not_lose_the_others(
 
     monkeypatch.setattr(compare_minutes, "measured_images_per_second", measured)
     comparison = run_comparison(settings)
-    assert [curve.label for curve in comparison.curves] == ["mae"]
+    assert [run.label for run in comparison.runs] == ["mae"]
     assert comparison.failed == {"massl": "the trial of its speed failed"}
 
 
@@ -420,7 +420,7 @@ def test_a_signal_in_a_trial_ends_the_comparison_with_what_is_there(
     monkeypatch.setattr(compare_minutes, "measured_images_per_second", measured)
     comparison = run_comparison(settings)
     assert comparison.signal_number == 15
-    assert [curve.label for curve in comparison.curves] == trained
+    assert [run.label for run in comparison.runs] == trained
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,16 @@ from massl.reports.comparison.tables import (
     paper_time_table,
     shared_by,
 )
-from massl.reports.run_curves import RunCurve, read_run
+from massl.reports.run_reader import read_run
+from massl.reports.runs import Run
 from massl.reports.tables import ResultsTable
 
 Rows = list[dict[str, float]]
 
 
 @pytest.fixture
-def curve_of(make_run: Callable[..., Path]) -> Callable[..., RunCurve]:
-    return lambda *given, **named: read_run(make_run(*given, **named))
+def run_of(make_run: Callable[..., Path]) -> Callable[..., Run]:
+    return lambda *given, **named: read_run(make_run(*given, **named), strict=True)
 
 
 def line_of(table: ResultsTable, run: str) -> dict[str, str]:
@@ -35,14 +36,14 @@ def line_of(table: ResultsTable, run: str) -> dict[str, str]:
     return dict(zip(table.columns, line, strict=True))
 
 
-def test_a_line_says_what_was_learnt_and_what_it_cost(curve_of: Callable[..., RunCurve], rows: Rows) -> None:
+def test_a_line_says_what_was_learnt_and_what_it_cost(run_of: Callable[..., Run], rows: Rows) -> None:
     for row in rows:
         row["peak_memory_gib"] = 5.0 + row["epoch"]
-    dino = curve_of("dino", {"method.name": "dino"}, rows=rows, world_size=2)
+    dino = run_of("dino", {"method.name": "dino"}, rows=rows, world_size=2)
     for row in rows:
         row["images_per_second"] *= 2
         row["peak_memory_gib"] *= 2
-    massl = curve_of("massl", rows=rows, world_size=2)
+    massl = run_of("massl", rows=rows, world_size=2)
     table = comparison_table([dino, massl])
     assert line_of(table, "dino") == {
         "run": "dino",
@@ -67,32 +68,30 @@ def test_a_line_says_what_was_learnt_and_what_it_cost(curve_of: Callable[..., Ru
     )
 
 
-def test_the_title_says_in_what_a_network_is_not_as_its_name_says(curve_of: Callable[..., RunCurve]) -> None:
-    small = curve_of("small", {"backbone.patch_size": 8, "backbone.image_size": 64})
+def test_the_title_says_in_what_a_network_is_not_as_its_name_says(run_of: Callable[..., Run]) -> None:
+    small = run_of("small", {"backbone.patch_size": 8, "backbone.image_size": 64})
     assert shared_by([small]).startswith("vit_tiny_patch16_224 (patches of 8 px, images of 64 px) on photos")
-    assert shared_by([curve_of("images", {"backbone.image_size": 32})]).startswith(
+    assert shared_by([run_of("images", {"backbone.image_size": 32})]).startswith(
         "vit_tiny_patch16_224 (images of 32 px) on photos"
     )
-    assert shared_by([small, curve_of("as named")]).startswith("on photos")
+    assert shared_by([small, run_of("as named")]).startswith("on photos")
 
 
-def test_local_views_are_not_told_of_runs_without_any(curve_of: Callable[..., RunCurve]) -> None:
+def test_local_views_are_not_told_of_runs_without_any(run_of: Callable[..., Run]) -> None:
     sizes = {"none": (0, 96), "some": (4, 32), "other": (4, 14)}
     none, some, other = (
-        curve_of(name, {"views.num_local": count, "views.local_size": size}) for name, (count, size) in sizes.items()
+        run_of(name, {"views.num_local": count, "views.local_size": size}) for name, (count, size) in sizes.items()
     )
     assert "views.local_size" not in differing_settings([none, some])
     assert differing_settings([none, some, other])["views.local_size"] == {"some": 32, "other": 14}
     assert "views.local_size" not in " ".join(cautions([none, some]))
 
 
-def test_runs_of_unequal_length_are_told_at_the_minutes_all_of_them_had(
-    curve_of: Callable[..., RunCurve], rows: Rows
-) -> None:
+def test_runs_of_unequal_length_are_told_at_the_minutes_all_of_them_had(run_of: Callable[..., Run], rows: Rows) -> None:
     # probes at 15, 22.5 and 30 s
-    quick = curve_of("quick", rows=[rows[0], *({**row, "images_per_second": 40.0} for row in rows[1:])])
+    quick = run_of("quick", rows=[rows[0], *({**row, "images_per_second": 40.0} for row in rows[1:])])
     # one probe, at 25 s
-    slow = curve_of("slow", rows=[rows[0], {**rows[1], "images_per_second": 12.0, "knn_top1": 30.0}])
+    slow = run_of("slow", rows=[rows[0], {**rows[1], "images_per_second": 12.0, "knn_top1": 30.0}])
     table = comparison_table([quick, slow])
     column = "k-NN at 0.42 GPU min (probe at)"
     assert line_of(table, "quick")[column] == "55.0 (0.38)"
@@ -107,36 +106,34 @@ def test_runs_of_unequal_length_are_told_at_the_minutes_all_of_them_had(
     }
 
 
-def test_a_run_without_a_probe_until_then_has_no_figure(curve_of: Callable[..., RunCurve], rows: Rows) -> None:
+def test_a_run_without_a_probe_until_then_has_no_figure(run_of: Callable[..., Run], rows: Rows) -> None:
     # the latter's first 15 steps take as long as 60 s
-    short, late = curve_of("short", rows=rows[:3]), curve_of("late", rows=rows[3:])
+    short, late = run_of("short", rows=rows[:3]), run_of("late", rows=rows[3:])
     assert line_of(comparison_table([short, late]), "late")["k-NN at 1.00 GPU min (probe at)"] == "55.0 (1.00)"
-    shorter = curve_of("shorter", rows=rows[:1])
+    shorter = run_of("shorter", rows=rows[:1])
     assert line_of(comparison_table([shorter, late]), "late")["k-NN at 0.00 GPU min (probe at)"] == "–"
     assert equal_cost([shorter, late])["knn"]["late"] is None
 
 
-def test_one_run_alone_has_no_ratios(curve_of: Callable[..., RunCurve]) -> None:
-    table = comparison_table([curve_of("a")])
+def test_one_run_alone_has_no_ratios(run_of: Callable[..., Run]) -> None:
+    table = comparison_table([run_of("a")])
     assert not [column for column in table.columns if "×" in column or "k-NN at" in column]
     assert table.footnotes == ()
 
 
-def test_the_ratio_of_time_is_that_of_an_image_whatever_the_length(
-    curve_of: Callable[..., RunCurve], rows: Rows
-) -> None:
-    whole = curve_of("a", rows=[rows[0], *({**row, "images_per_second": 10.0} for row in rows[1:])])
-    half = curve_of("b", rows=[rows[0], *({**row, "images_per_second": 5.0} for row in rows[1:3])])
+def test_the_ratio_of_time_is_that_of_an_image_whatever_the_length(run_of: Callable[..., Run], rows: Rows) -> None:
+    whole = run_of("a", rows=[rows[0], *({**row, "images_per_second": 10.0} for row in rows[1:])])
+    half = run_of("b", rows=[rows[0], *({**row, "images_per_second": 5.0} for row in rows[1:3])])
     assert line_of(comparison_table([whole, half]), "b")["time ×"] == "2.00"
 
 
-def test_a_run_before_its_first_step_has_no_ratio(curve_of: Callable[..., RunCurve], rows: Rows) -> None:
-    line = line_of(comparison_table([curve_of("a"), curve_of("b", rows=rows[:1])]), "b")
+def test_a_run_before_its_first_step_has_no_ratio(run_of: Callable[..., Run], rows: Rows) -> None:
+    line = line_of(comparison_table([run_of("a"), run_of("b", rows=rows[:1])]), "b")
     assert (line["GPU min"], line["time ×"], line["images a second"]) == ("0.00", "–", "–")
 
 
-def test_memory_has_columns_where_a_run_tells_it(curve_of: Callable[..., RunCurve], rows: Rows) -> None:
-    without, told = curve_of("a"), curve_of("b", rows=[{**row, "peak_memory_gib": 5.0} for row in rows])
+def test_memory_has_columns_where_a_run_tells_it(run_of: Callable[..., Run], rows: Rows) -> None:
+    without, told = run_of("a"), run_of("b", rows=[{**row, "peak_memory_gib": 5.0} for row in rows])
     assert not [column for column in comparison_table([without]).columns if "GiB" in column]
     line = line_of(comparison_table([without, told]), "a")
     assert (line["GiB a GPU"], line["GiB ×"]) == ("–", "–")
@@ -146,15 +143,13 @@ def test_memory_has_columns_where_a_run_tells_it(curve_of: Callable[..., RunCurv
     ("devices", "column"),
     [(("cpu", "cpu"), "CPU min"), (("NVIDIA H200", "V100"), "GPU min"), (("cpu", "V100"), "device min")],
 )
-def test_minutes_are_called_by_the_device(
-    curve_of: Callable[..., RunCurve], devices: tuple[str, str], column: str
-) -> None:
-    curves = [curve_of(f"run{number}", device=device) for number, device in enumerate(devices)]
-    assert column in comparison_table(curves).columns
+def test_minutes_are_called_by_the_device(run_of: Callable[..., Run], devices: tuple[str, str], column: str) -> None:
+    runs = [run_of(f"run{number}", device=device) for number, device in enumerate(devices)]
+    assert column in comparison_table(runs).columns
 
 
-def test_ratios_are_to_the_first_run_of_massl_or_to_the_first(curve_of: Callable[..., RunCurve]) -> None:
-    dino, first, second = curve_of("dino", {"method.name": "dino"}), curve_of("massl-1"), curve_of("massl-2")
+def test_ratios_are_to_the_first_run_of_massl_or_to_the_first(run_of: Callable[..., Run]) -> None:
+    dino, first, second = run_of("dino", {"method.name": "dino"}), run_of("massl-1"), run_of("massl-2")
     assert base_of([dino, first, second]) is first
     assert base_of([dino]) is dino
 
@@ -176,43 +171,41 @@ def test_ratios_are_to_the_first_run_of_massl_or_to_the_first(curve_of: Callable
         ({"trainer.seed": 1}, "k-NN is not measured alike: trainer.seed is 0 (a), 1 (b)"),
     ],
 )
-def test_runs_that_are_not_alike_are_flagged(
-    curve_of: Callable[..., RunCurve], changes: dict[str, Any], caution: str
-) -> None:
-    assert cautions([curve_of("a"), curve_of("b", changes)])[0] == caution
+def test_runs_that_are_not_alike_are_flagged(run_of: Callable[..., Run], changes: dict[str, Any], caution: str) -> None:
+    assert cautions([run_of("a"), run_of("b", changes)])[0] == caution
 
 
-def test_methods_and_how_they_are_tuned_are_no_caution(curve_of: Callable[..., RunCurve]) -> None:
+def test_methods_and_how_they_are_tuned_are_no_caution(run_of: Callable[..., Run]) -> None:
     changes = {
         "method.name": "dino",
         "method.memory.num_rows": 1,
         "optimizer.learning_rate": 1e-4,
         "probes.every_epochs": 2,
     }
-    curves = [curve_of("a"), curve_of("b", changes)]
-    assert cautions(curves) == ()
-    assert other_differences(curves) == (
+    runs = [run_of("a"), run_of("b", changes)]
+    assert cautions(runs) == ()
+    assert other_differences(runs) == (
         "optimizer.learning_rate is 0.001 (a), 0.0001 (b)",
         "probes.every_epochs is not set (a), 2 (b)",
     )
 
 
-def test_what_is_told_as_a_caution_is_not_told_again(curve_of: Callable[..., RunCurve]) -> None:
-    assert other_differences([curve_of("a"), curve_of("b", {"trainer.epochs": 4, "trainer.seed": 1})]) == ()
+def test_what_is_told_as_a_caution_is_not_told_again(run_of: Callable[..., Run]) -> None:
+    assert other_differences([run_of("a"), run_of("b", {"trainer.epochs": 4, "trainer.seed": 1})]) == ()
 
 
-def test_different_machines_are_flagged(curve_of: Callable[..., RunCurve]) -> None:
-    (caution,) = cautions([curve_of("a"), curve_of("b", world_size=2)])
+def test_different_machines_are_flagged(run_of: Callable[..., Run]) -> None:
+    (caution,) = cautions([run_of("a"), run_of("b", world_size=2)])
     assert caution == "time and memory are of different machines: machine is 1 x NVIDIA H200 (a), 2 x NVIDIA H200 (b)"
 
 
-def test_a_run_under_way_is_flagged_with_its_place(curve_of: Callable[..., RunCurve], rows: Rows) -> None:
-    (caution,) = cautions([curve_of("a"), curve_of("b", rows=rows[:4])])
+def test_a_run_under_way_is_flagged_with_its_place(run_of: Callable[..., Run], rows: Rows) -> None:
+    (caution,) = cautions([run_of("a"), run_of("b", rows=rows[:4])])
     assert caution == "not finished: b is at epoch 1.5 of 2"
 
 
-def test_settings_that_differ_are_listed_by_run(curve_of: Callable[..., RunCurve]) -> None:
-    found = differing_settings([curve_of("a"), curve_of("b", {"optimizer.warmup_epochs": 3}), curve_of("c")])
+def test_settings_that_differ_are_listed_by_run(run_of: Callable[..., Run]) -> None:
+    found = differing_settings([run_of("a"), run_of("b", {"optimizer.warmup_epochs": 3}), run_of("c")])
     assert found == {"optimizer.warmup_epochs": {"a": None, "b": 3, "c": None}}
 
 
@@ -235,10 +228,10 @@ def test_the_papers_table_has_its_figures_and_ratios() -> None:
     assert table.title == "The paper's: ViT-S/16, ImageNet, batch of 1024 on 16 V100"
 
 
-def test_the_document_has_table_picture_paper_failures_and_commands(curve_of: Callable[..., RunCurve]) -> None:
-    curves = [curve_of("a"), curve_of("b", {"trainer.epochs": 4, "optimizer.learning_rate": 1e-4}, world_size=4)]
+def test_the_document_has_table_picture_paper_failures_and_commands(run_of: Callable[..., Run]) -> None:
+    runs = [run_of("a"), run_of("b", {"trainer.epochs": 4, "optimizer.learning_rate": 1e-4}, world_size=4)]
     text = comparison_document(
-        curves, failed={"ibot": "no such recipe"}, command="massl compare --runs a b --out c", picture="x.png"
+        runs, failed={"ibot": "no such recipe"}, command="massl compare --runs a b --out c", picture="x.png"
     )
     assert "| a | massl | 2/2 |" in text
     assert "not after equal epochs: trainer.epochs is 2 (a), 4 (b)" in text
@@ -247,20 +240,20 @@ def test_the_document_has_table_picture_paper_failures_and_commands(curve_of: Ca
     assert "- ibot: no such recipe" in text
     assert "| iBOT | 800 | 75.2 | 193.4 |" in text
     assert "massl compare --runs a b --out c" in text
-    assert f"massl pretrain --recipe {curves[0].folder}/recipe.yaml --output {curves[0].folder}-again\n" in text
-    assert f"torchrun --nproc-per-node 4 -m massl pretrain --recipe {curves[1].folder}/recipe.yaml" in text
+    assert f"massl pretrain --recipe {runs[0].folder}/recipe.yaml --output {runs[0].folder}-again\n" in text
+    assert f"torchrun --nproc-per-node 4 -m massl pretrain --recipe {runs[1].folder}/recipe.yaml" in text
     assert "- a: 1,200 images seen; 1 x NVIDIA H200; massl 0.1.0, torch 2.11.0, commit c0ffee" in text
 
 
-def test_a_document_without_failures_or_command_leaves_them_out(curve_of: Callable[..., RunCurve]) -> None:
-    text = comparison_document([curve_of("a")], failed={}, command="", picture="x.png")
+def test_a_document_without_failures_or_command_leaves_them_out(run_of: Callable[..., Run]) -> None:
+    text = comparison_document([run_of("a")], failed={}, command="", picture="x.png")
     assert "Failed" not in text
     assert "massl compare" not in text
     assert "differ besides" not in text
 
 
-def test_a_run_in_json_holds_its_curve_settings_and_machine(curve_of: Callable[..., RunCurve]) -> None:
-    plain = json.loads(json.dumps(as_plain(curve_of("a"))))
+def test_a_run_in_json_holds_its_curve_settings_and_machine(run_of: Callable[..., Run]) -> None:
+    plain = json.loads(json.dumps(as_plain(run_of("a"))))
     assert plain["knn_best"] == {"epoch": 1.5, "gpu_minutes": pytest.approx(80 / 60), "knn_top1": 55.0}
     assert (plain["knn_first"]["knn_top1"], plain["knn_last"]["knn_top1"]) == (20.0, 50.0)
     assert [point["knn_top1"] for point in plain["knn"]] == [20.0, 40.0, 55.0, 50.0]

@@ -11,7 +11,8 @@ from massl.reports.page.assembly import report_page
 from massl.reports.page.section import Section
 from massl.reports.page.sections.reproduction import PackagedRecipe, changes_between, commands_of, reproduction_section
 from massl.reports.page.sections.training import summary_table, unlike
-from massl.reports.runs import PageRun, read_page_run
+from massl.reports.run_reader import read_run
+from massl.reports.runs import Run
 
 MakeRun = Callable[..., Path]
 NOON = datetime(2026, 5, 4, 12, 0, tzinfo=UTC)
@@ -37,11 +38,11 @@ class Balance(HTMLParser):
         assert self.open.pop() == tag
 
 
-def run_of(folder: Path) -> PageRun:
-    return read_page_run(folder, label=folder.name)
+def run_of(folder: Path) -> Run:
+    return read_run(folder, label=folder.name)
 
 
-def page_of(runs: list[PageRun], *further: Section) -> str:
+def page_of(runs: list[Run], *further: Section) -> str:
     return report_page(runs, further, title="A <title>", created=NOON)
 
 
@@ -81,7 +82,7 @@ def test_equal_styles_and_scripts_are_written_once(make_run: MakeRun) -> None:
 
 def test_names_cannot_end_the_script_that_holds_them(make_run: MakeRun) -> None:
     run = run_of(make_run("a"))
-    sly = read_page_run(run.curve.folder, label="</script><script>alert(1)")
+    sly = read_run(run.folder, label="</script><script>alert(1)")
     page = page_of([sly])
     assert data_in(page)["runs"] == [{"label": "</script><script>alert(1)"}]
     assert "<script>alert(1)" not in page
@@ -186,7 +187,7 @@ def test_what_cannot_be_compared_is_said(make_run: MakeRun) -> None:
     assert unlike([same, other]) == ["Not at equal cost: trainer.batch_size is 60 (a), 30 (b)."]
 
 
-def with_command(folder: Path, command: list[str], **changes: object) -> PageRun:
+def with_command(folder: Path, command: list[str], **changes: object) -> Run:
     file = folder / "environment.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "command": command, **changes}))
     return run_of(folder)

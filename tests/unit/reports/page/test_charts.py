@@ -17,7 +17,7 @@ from massl.reports.page.series import (
     plain,
     thinned,
 )
-from massl.reports.runs import read_page_run
+from massl.reports.run_reader import read_run
 
 MakeRun = Callable[..., Path]
 
@@ -72,7 +72,7 @@ def test_ticks_are_written_alike_along_an_axis() -> None:
 def test_charts_are_of_what_the_rows_hold(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
     for row in rows:
         row["loss"], row["patch_loss"], row["weight_decay"] = 3.0, 1.0, 0.04
-    runs = [read_page_run(make_run(name, rows=rows), label=name) for name in "ab"]
+    runs = [read_run(make_run(name, rows=rows), label=name) for name in "ab"]
     main, further = charts_of(runs)
     assert [chart.id for chart in main] == ["loss", "knn_top1", "knn_by_minutes", "images_per_second"]
     assert [chart.id for chart in further] == ["patch_loss", "weight_decay"]
@@ -84,21 +84,21 @@ def test_charts_are_of_what_the_rows_hold(make_run: MakeRun, rows: list[dict[str
 
 def test_a_run_without_a_metric_has_no_line_in_its_chart(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
     bare = [{key: value for key, value in row.items() if key != "knn_top1"} for row in rows]
-    runs = [read_page_run(make_run("a", rows=bare), label="a"), read_page_run(make_run("b"), label="b")]
+    runs = [read_run(make_run("a", rows=bare), label="a"), read_run(make_run("b"), label="b")]
     (accuracy,) = [chart for chart in charts_of(runs)[0] if chart.id == "knn_top1"]
     assert [one.run for one in accuracy.series] == [1]
-    assert charts_of([read_page_run(make_run("c", rows=[]), label="c")]) == ([], [])
+    assert charts_of([read_run(make_run("c", rows=[]), label="c")]) == ([], [])
 
 
 def test_within_the_first_epoch_steps_are_the_axis(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
-    begun, whole = read_page_run(make_run("a", rows=rows[:2]), label="a"), read_page_run(make_run("b"), label="b")
+    begun, whole = read_run(make_run("a", rows=rows[:2]), label="a"), read_run(make_run("b"), label="b")
     assert default_axis([whole]) == "epoch"
     assert default_axis([whole, begun]) == "step"
 
 
 def test_data_for_the_scripts_are_short_numbers(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
     rows[0]["loss"] = 1 / 3
-    runs = [read_page_run(make_run("a", rows=rows), label="a")]
+    runs = [read_run(make_run("a", rows=rows), label="a")]
     data = plain(charts_of(runs)[0], runs, minutes_of="GPU")
     assert data["axes"] == {"step": "step", "epoch": "epoch", "minutes": "GPU-minutes"}
     charts = data["charts"]

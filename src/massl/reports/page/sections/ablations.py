@@ -9,12 +9,12 @@ from typing import Any
 
 from markupsafe import Markup
 
+from massl.config import MasslError
 from massl.reports.ablation.records import AblationReport, RunOutcome, report_of, table_of
 from massl.reports.ablation.trends import sentences_of
 from massl.reports.page.section import Section
 from massl.reports.page.tables import page_table, table_markup
 from massl.reports.page.templates import rendered
-from massl.reports.runs import PageError
 
 FILE = "ablation.json"
 # Colours of ablation_plots.py and what they are on the page, where they follow light and dark.
@@ -27,6 +27,10 @@ _THEME = {
     "#b0b0b0": "var(--faint)",
     "#000000": "var(--ink)",
 }
+
+
+class PageError(MasslError, ValueError):
+    """An ablation folder cannot be shown; the message says what to do."""
 
 
 def ablation_files(folder: Path) -> list[Path]:

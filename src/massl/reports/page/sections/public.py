@@ -15,7 +15,7 @@ from massl.reports.published.public import (
     public_tables,
     with_ours,
 )
-from massl.reports.runs import PageRun
+from massl.reports.runs import Run
 
 # What a run and a row must share to stand in one table; what else differs is said beside our row.
 _DECISIVE = ("data", "backbone", "stem", "epochs", "batch_size", "num_neighbours")
@@ -25,7 +25,7 @@ _IMAGES = ("data.source", "probes.database", "probes.queries")
 _EVALUATE_THE_TEACHER = frozenset({"massl", "dino", "ibot", "carp"})
 
 
-def tables_with_ours(runs: Sequence[PageRun], *, data_set: str | None = None) -> list[PageTable]:
+def tables_with_ours(runs: Sequence[Run], *, data_set: str | None = None) -> list[PageTable]:
     """Every public table that a finished run of ours belongs in, with the run as a row.
 
     `data_set` is what the runs were trained and probed on, where the names of their sources do not tell.
@@ -41,26 +41,26 @@ def tables_with_ours(runs: Sequence[PageRun], *, data_set: str | None = None) ->
     return found
 
 
-def belongs(run: PageRun, table: PublicTable, *, data_set: str | None = None) -> bool:
+def belongs(run: Run, table: PublicTable, *, data_set: str | None = None) -> bool:
     """Whether it was trained and probed as some row of the table was: without labels, to the end, on the same data."""
     if (
         table.columns[0].name != _RANKED_BY
-        or run.curve.method == "supervised"
+        or run.method == "supervised"
         or not run.has_all_epochs
-        or run.last is None
+        or not run.probes
     ):
         return False
     own = rules_of(run, best_epoch=table.rules.best_epoch, data_set=data_set)
     return any(all(getattr(own, name) == getattr(row.rules, name) for name in _DECISIVE) for row in table.rows)
 
 
-def data_of(run: PageRun, *, data_set: str | None = None) -> str:
+def data_of(run: Run, *, data_set: str | None = None) -> str:
     """The one data set of the images that a run was trained and probed on; its source as it is written where that is
     not one known set.
 
     A source that names no set is taken for `data_set`; one that names another contradicts it.
     """
-    settings = run.curve.settings
+    settings = run.settings
     named = {key: data_set_named(str(settings[key])) for key in _IMAGES if settings.get(key)}
     for key, name in named.items():
         if data_set is not None and name not in (None, data_set):
@@ -71,51 +71,49 @@ def data_of(run: PageRun, *, data_set: str | None = None) -> str:
     return (found.pop() if len(found) == 1 else None) or str(settings["data.source"])
 
 
-def rules_of(run: PageRun, *, best_epoch: bool | None, data_set: str | None = None) -> Rules:
+def rules_of(run: Run, *, best_epoch: bool | None, data_set: str | None = None) -> Rules:
     """What the recipe says, by the names of the tables; a probe can give the best epoch or the last, whichever is asked
     for.
     """
-    settings = run.curve.settings
+    settings = run.settings
     return Rules(
         data=data_of(run, data_set=data_set),
         backbone=str(settings["backbone.name"]),
         stem="small" if settings.get("backbone.stem") == "small" else "",
-        epochs=run.curve.epochs,
-        batch_size=run.curve.batch_size,
+        epochs=run.num_epochs,
+        batch_size=run.batch_size,
         num_neighbours=settings.get("probes.num_neighbours"),
         temperature=settings.get("probes.temperature"),
         best_epoch=best_epoch,
     )
 
 
-def result_of(run: PageRun, table: PublicTable, *, data_set: str | None = None) -> OurResult:
+def result_of(run: Run, table: PublicTable, *, data_set: str | None = None) -> OurResult:
     """The run's figures for the columns of the table."""
-    assert run.best is not None
-    assert run.last is not None
     accuracy = run.best.knn_top1 if table.rules.best_epoch else run.last.knn_top1
-    known = {_RANKED_BY: accuracy, "minutes": run.gpu_minutes, "peak_gib": run.curve.peak_memory_gib}
+    known = {_RANKED_BY: accuracy, "minutes": run.gpu_minutes, "peak_gib": run.peak_memory_gib}
     columns = {column.name for column in table.columns}
     rules = rules_of(run, best_epoch=table.rules.best_epoch, data_set=data_set)
     return OurResult(
-        method=f"{run.curve.method} ({run.label})",
+        method=f"{run.method} ({run.label})",
         rules=rules,
         values={name: value for name, value in known.items() if name in columns and value is not None},
         notes=departures(run, data=rules.data),
     )
 
 
-def departures(run: PageRun, *, data: str) -> tuple[str, ...]:
+def departures(run: Run, *, data: str) -> tuple[str, ...]:
     """What a reader must know of our row that no rule says: views, whose features, which images, what the time is of."""
-    settings = run.curve.settings
+    settings = run.settings
     views = [(settings.get(f"views.num_{kind}"), settings.get(f"views.{kind}_size")) for kind in ("global", "local")]
     every_epochs = settings.get("probes.every_epochs", 1)
     notes = [" + ".join(f"{number} × {size} px" for number, size in views if number) + " views"]
-    notes += ["features of the moving average"] if run.curve.method in _EVALUATE_THE_TEACHER else []
+    notes += ["features of the moving average"] if run.method in _EVALUATE_THE_TEACHER else []
     notes += [f"probed every {_plain(every_epochs)} epochs"] if every_epochs != 1 else []
     notes += [] if settings.get("probes.queries") else ["probed on held-out training images"]
     notes += _limit(settings.get("probes.max_database"), DATA_SETS[data].num_train, "database")
     notes += _limit(settings.get("probes.max_queries"), DATA_SETS[data].num_test, "query")
-    return (*notes, f"time without probes, on {run.curve.num_processes} × {run.curve.device}")
+    return (*notes, f"time without probes, on {run.num_processes} × {run.device}")
 
 
 def _limit(most: Any, num_images: int, kind: str) -> list[str]:

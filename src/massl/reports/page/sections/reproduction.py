@@ -11,7 +11,7 @@ from typing import Any
 from massl.reports.page.section import Section
 from massl.reports.page.tables import Cell, Line, PageTable, table_markup
 from massl.reports.page.templates import rendered
-from massl.reports.runs import PageRun
+from massl.reports.runs import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ def changes_between(packaged: Mapping[str, Any], own: Mapping[str, Any]) -> dict
     return {key: (packaged.get(key), own.get(key)) for key in keys if packaged.get(key) != own.get(key)}
 
 
-def reproduction_section(runs: Sequence[PageRun], packaged: Mapping[str, PackagedRecipe], *, command: str) -> Section:
+def reproduction_section(runs: Sequence[Run], packaged: Mapping[str, PackagedRecipe], *, command: str) -> Section:
     """`packaged`: label of a run -> the recipe of massl to hold it against; `command` makes the page again."""
     parts = [
         {
@@ -46,13 +46,13 @@ def reproduction_section(runs: Sequence[PageRun], packaged: Mapping[str, Package
     return Section(id="reproduction", title="Reproduction", html=rendered("reproduction.html.j2", values))
 
 
-def commands_of(run: PageRun) -> list[tuple[str, str]]:
+def commands_of(run: Run) -> list[tuple[str, str]]:
     """What a command is, and the command: as it was given, and one that needs the run's folder alone."""
-    environment = run.curve.environment
+    environment = run.environment
     launcher = ["massl"]
-    if run.curve.num_processes > 1:
-        launcher = ["torchrun", "--nproc-per-node", str(run.curve.num_processes), "-m", "massl"]
-    folder = run.curve.folder
+    if run.num_processes > 1:
+        launcher = ["torchrun", "--nproc-per-node", str(run.num_processes), "-m", "massl"]
+    folder = run.folder
     again = [*launcher, "pretrain", "--recipe", str(folder / "recipe.yaml"), "--output", f"{folder}-again"]
     found = [("The same recipe into a new folder", shlex.join(again))]
     given = environment.get("command")
@@ -64,21 +64,21 @@ def commands_of(run: PageRun) -> list[tuple[str, str]]:
     return found
 
 
-def _facts(run: PageRun) -> list[tuple[str, str]]:
+def _facts(run: Run) -> list[tuple[str, str]]:
     """What environment.json says, in words."""
-    environment = run.curve.environment
+    environment = run.environment
     packages = environment.get("packages")
     versions = packages.items() if isinstance(packages, Mapping) else ()
     facts = {
-        "Device": f"{run.curve.num_processes} × {run.curve.device}",
+        "Device": f"{run.num_processes} × {run.device}",
         "CUDA": environment.get("cuda"),
         "CPU threads": environment.get("num_cpu_threads"),
         "Platform": environment.get("platform"),
         "Python": environment.get("python"),
         "Packages": ", ".join(f"{name} {version}" for name, version in versions if version),
         "Commit of massl": environment.get("massl_commit"),
-        "Images": run.curve.settings["data.source"],
-        "Folder": str(run.curve.folder),
+        "Images": run.settings["data.source"],
+        "Folder": str(run.folder),
     }
     return [(what, str(value)) for what, value in facts.items() if value not in (None, "")]
 

@@ -10,12 +10,12 @@ from massl.reports.page.section import Section
 from massl.reports.page.series import charts_of, default_axis, plain
 from massl.reports.page.tables import MISSING, Cell, Line, PageTable, table_markup
 from massl.reports.page.templates import rendered
-from massl.reports.runs import PageRun
+from massl.reports.runs import Run
 
 _OPTIONAL = frozenset({"raw pixels, %", "peak GiB"})  # columns that are left out where no run has a number
 
 
-def summary_section(runs: Sequence[PageRun]) -> Section:
+def summary_section(runs: Sequence[Run]) -> Section:
     """Each run with what it reached at what cost."""
     values = {
         "remarks": remarks_of(runs),
@@ -29,7 +29,7 @@ def summary_section(runs: Sequence[PageRun]) -> Section:
     return Section(id="summary", title="Summary", html=rendered("summary.html.j2", values))
 
 
-def training_section(runs: Sequence[PageRun]) -> tuple[Section, dict[str, object]]:
+def training_section(runs: Sequence[Run]) -> tuple[Section, dict[str, object]]:
     """The curves, and their data for the page's scripts."""
     main, further = charts_of(runs)
     data = plain([*main, *further], runs, minutes_of=minutes_of(runs))
@@ -46,25 +46,25 @@ def training_section(runs: Sequence[PageRun]) -> tuple[Section, dict[str, object
     return Section(id="training", title="Training", html=html), data
 
 
-def minutes_of(runs: Sequence[PageRun]) -> str:
+def minutes_of(runs: Sequence[Run]) -> str:
     """What minutes are minutes of: GPU, CPU or device."""
-    return device_word([run.curve for run in runs])
+    return device_word(runs)
 
 
-def summary_table(runs: Sequence[PageRun]) -> PageTable:
+def summary_table(runs: Sequence[Run]) -> PageTable:
     """One line a run; what tells most comes first, for a telephone shows two columns."""
     device = minutes_of(runs)
     columns = [
         ("run", [Cell(text=run.label, run=number) for number, run in enumerate(runs)]),
-        ("k-NN last, %", [_number(None if run.last is None else run.last.knn_top1, ".1f") for run in runs]),
-        ("k-NN best, %", [_number(None if run.best is None else run.best.knn_top1, ".1f") for run in runs]),
+        ("k-NN last, %", [_number(run.last.knn_top1 if run.probes else None, ".1f") for run in runs]),
+        ("k-NN best, %", [_number(run.best.knn_top1 if run.probes else None, ".1f") for run in runs]),
         *_at_equal_cost(runs),
         ("raw pixels, %", [_number(run.raw_pixel_knn, ".1f") for run in runs]),
-        ("method", [Cell(text=run.curve.method) for run in runs]),
+        ("method", [Cell(text=run.method) for run in runs]),
         ("epochs", [Cell(text=run.progress, number=run.epochs_done) for run in runs]),
-        (f"{device}-minutes", [_minutes(run.gpu_minutes) for run in runs]),
-        ("images/s", [_number(run.curve.images_per_second, ",.0f") for run in runs]),
-        ("peak GiB", [_number(run.curve.peak_memory_gib, ".1f") for run in runs]),
+        (f"{device}-minutes", [_minutes(run) for run in runs]),
+        ("images/s", [_number(run.images_per_second, ",.0f") for run in runs]),
+        ("peak GiB", [_number(run.peak_memory_gib, ".1f") for run in runs]),
         ("state", [Cell(text=run.state) for run in runs]),
     ]
     shown = [
@@ -86,9 +86,9 @@ def summary_table(runs: Sequence[PageRun]) -> PageTable:
     )
 
 
-def _at_equal_cost(runs: Sequence[PageRun]) -> list[tuple[str, list[Cell]]]:
+def _at_equal_cost(runs: Sequence[Run]) -> list[tuple[str, list[Cell]]]:
     """The column of k-NN after as many minutes as all probed runs have; none where fewer than two have any."""
-    curves = [run.curve for run in runs if run.probes]
+    curves = [run for run in runs if run.probes]
     if len(curves) < 2:
         return []
     cost = equal_cost(curves)
@@ -99,29 +99,30 @@ def _at_equal_cost(runs: Sequence[PageRun]) -> list[tuple[str, list[Cell]]]:
     return [(name, [_number(None if probe is None else probe["knn_top1"], ".1f") for probe in probes])]
 
 
-def unlike(runs: Sequence[PageRun]) -> list[str]:
+def unlike(runs: Sequence[Run]) -> list[str]:
     """In what the runs cannot be compared; that one is not finished, the table says."""
-    curves = [run.curve for run in runs if run.probes]
+    curves = [run for run in runs if run.probes]
     found = cautions(curves) if len(curves) > 1 else ()
     return [f"{caution[0].upper()}{caution[1:]}." for caution in found if not caution.startswith("not finished")]
 
 
-def remarks_of(runs: Sequence[PageRun]) -> list[str]:
+def remarks_of(runs: Sequence[Run]) -> list[str]:
     """What a reader must know of the files, with the run's name where there are several."""
     return [_named(run, remark, runs) for run in runs for remark in run.remarks]
 
 
-def _named(run: PageRun, sentence: str, runs: Sequence[PageRun]) -> str:
+def _named(run: Run, sentence: str, runs: Sequence[Run]) -> str:
     return f"{run.label}: {sentence}" if len(runs) > 1 else sentence
 
 
-def _merits(run: PageRun) -> list[tuple[str, str, str]]:
+def _merits(run: Run) -> list[tuple[str, str, str]]:
     """What, how much, and a few words on it."""
-    best, last, rate, memory = run.best, run.last, run.curve.images_per_second, run.curve.peak_memory_gib
+    rate, memory = run.images_per_second, run.peak_memory_gib
+    best, last = (run.best, run.last) if run.probes else (None, None)
     device = minutes_of([run])
     beside = "" if run.raw_pixel_knn is None else f"; raw pixels {run.raw_pixel_knn:.1f} %"
     merits = [
-        ("Method", run.curve.method, str(run.curve.settings["backbone.name"])),
+        ("Method", run.method, str(run.settings["backbone.name"])),
         ("Epochs", run.progress, run.state),
         (
             "k-NN, last",
@@ -134,7 +135,7 @@ def _merits(run: PageRun) -> list[tuple[str, str, str]]:
             "" if best is None else f"at {run.place_of(best)}",
         ),
         ("Images/s", MISSING if rate is None else f"{rate:,.0f}", "median"),
-        (f"{device}-minutes", _minutes(run.gpu_minutes).text, f"{run.curve.num_processes} × {run.curve.device}"),
+        (f"{device}-minutes", _minutes(run).text, f"{run.num_processes} × {run.device}"),
     ]
     return [*merits, ("Peak memory", f"{memory:.1f} GiB", "on one GPU")] if memory is not None else merits
 
@@ -143,10 +144,10 @@ def _number(number: float | None, form: str) -> Cell:
     return Cell(text=MISSING if number is None else f"{number:{form}}", number=number)
 
 
-def _minutes(minutes: float | None) -> Cell:
-    return Cell(text=MISSING if minutes is None else minutes_text(minutes), number=minutes)
+def _minutes(run: Run) -> Cell:
+    return Cell(text=minutes_text(run.gpu_minutes), number=run.gpu_minutes) if run.rows else Cell(text=MISSING)
 
 
-def legend_markup(runs: Sequence[PageRun]) -> Markup:
+def legend_markup(runs: Sequence[Run]) -> Markup:
     """One button a run, which shows or hides it in all charts."""
     return rendered("legend.html.j2", {"labels": [run.label for run in runs]})

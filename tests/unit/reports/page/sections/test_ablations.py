@@ -6,8 +6,7 @@ import pytest
 
 from massl.reports.ablation.documents import as_plain
 from massl.reports.ablation.records import RunOutcome, report_of
-from massl.reports.page.sections.ablations import ablation_files, ablations_section, read_ablation
-from massl.reports.runs import PageError
+from massl.reports.page.sections.ablations import PageError, ablation_files, ablations_section, read_ablation
 
 
 def outcome(value: int, accuracy: float) -> RunOutcome:

@@ -11,7 +11,8 @@ from massl.reports.page.sections.public import belongs, departures, tables_with_
 from massl.reports.page.sections.results import results_section, tables_by_protocol
 from massl.reports.page.tables import Line, PageTable
 from massl.reports.published.public import PublicTable, public_tables
-from massl.reports.runs import PageRun, read_page_run
+from massl.reports.run_reader import read_run
+from massl.reports.runs import Run
 
 MakeRun = Callable[..., Path]
 BENCHMARK = "lightly-cifar10-batch128-200"
@@ -61,9 +62,9 @@ def row(protocol: str, setting: str, value: float, **changes: Any) -> dict[str, 
     }
 
 
-def run_of(make_run: MakeRun, name: str = "ours", **changes: Any) -> PageRun:
+def run_of(make_run: MakeRun, name: str = "ours", **changes: Any) -> Run:
     settings = {**BY_THE_RULES, **{key.replace("__", "."): value for key, value in changes.items()}}
-    return read_page_run(make_run(name, settings, rows=TO_THE_END), label=name)
+    return read_run(make_run(name, settings, rows=TO_THE_END), label=name)
 
 
 def ours_in(table: PageTable) -> Line:
@@ -150,7 +151,7 @@ def test_a_run_by_other_rules_is_in_no_public_table(make_run: MakeRun, change: d
 
 def test_a_run_that_max_steps_ended_early_is_in_no_public_table(make_run: MakeRun) -> None:
     folder = make_run("short", {**BY_THE_RULES, "trainer.max_steps": 1000}, rows=TO_THE_END[:2])
-    run = read_page_run(folder, label="short")
+    run = read_run(folder, label="short")
     assert run.finished
     assert tables_with_ours([run]) == []
 
@@ -212,5 +213,5 @@ def test_the_moving_average_is_named_where_a_method_is_judged_by_it(make_run: Ma
 
 def test_a_run_without_probes_is_in_no_public_table(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
     bare = [{key: value for key, value in one.items() if key != "knn_top1"} for one in rows]
-    run = read_page_run(make_run("bare", {**BY_THE_RULES, "trainer.epochs": 2}, rows=bare), label="bare")
+    run = read_run(make_run("bare", {**BY_THE_RULES, "trainer.epochs": 2}, rows=bare), label="bare")
     assert not belongs(run, public_table(BENCHMARK))

@@ -1,0 +1,232 @@
+"""The one reader of run folders: recipe.yaml, environment.json, metrics.jsonl, baseline.json and warnings.jsonl.
+
+A page shows whatever can be read and lists problems as remarks. A comparison reads strictly: a problem that would make
+its numbers wrong is an error.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from massl.config import flatten, read_yaml
+from massl.reports.runs import Run, RunError, TrainingWarning
+
+_IN_EVERY_RECIPE = ("method.name", "backbone.name", "data.source", "trainer.epochs", "trainer.batch_size")
+_IN_EVERY_ROW = ("step", "epoch", "images_per_second")
+_COMPARED = ("knn_top1", "peak_memory_gib")  # what comparisons need besides, in some rows
+_COUNTS = ("trainer.epochs", "trainer.batch_size", "trainer.max_steps")
+_UNKNOWN_MACHINE = {"device": "unknown device", "world_size": 1}
+# Larger numbers are a sign of divergence and cannot be drawn; differences and squares of smaller ones are finite.
+_LARGEST = 1e100
+_MOST_STEPS, _LEAST_RATE = 1e15, 1e-6  # beyond these, minutes would be infinite
+
+
+class _Remarks(list[str]):
+    """Collects problems of a folder; when `strict`, a problem is raised instead."""
+
+    def __init__(self, folder: Path, *, strict: bool) -> None:
+        super().__init__()
+        self.folder, self.strict = folder, strict
+
+    def problem(self, problem: str, consequence: str = "") -> None:
+        """`consequence` says what a page does about it."""
+        if self.strict:
+            raise RunError(f"{self.folder}: {problem}")
+        self.append(f"{problem}: {consequence}" if consequence else problem)
+
+
+def read_run(folder: str | Path, *, label: str | None = None, strict: bool = False) -> Run:
+    """The run in a folder, finished or not; a RunError if there is none.
+
+    With `strict`, a RunError is also raised if the run has no k-NN probe yet, or if its cost or accuracy is not known
+    for sure. Without a `label` the run is labelled by its folder's name.
+    """
+    path = Path(folder).expanduser()
+    remarks = _Remarks(path, strict=strict)
+    settings, recipe = _read_recipe(path, made_by="massl pretrain" if strict else "massl pretrain or massl ablate")
+    environment = _read_environment(path / "environment.json", remarks)
+    rows = _read_rows(path / "metrics.jsonl", remarks)
+    if strict and not any("knn_top1" in row for row in rows):
+        raise RunError(
+            f"{path} was never probed by k-NN: train with labelled images (or name some by probes.database and "
+            "probes.queries) and with probes.every_epochs above 0"
+        )
+    run = Run(
+        folder=path,
+        label=path.resolve().name if label is None else label,
+        settings=settings,
+        recipe=recipe,
+        environment=environment,
+        rows=rows,
+        raw_pixel_knn=_read_baseline(path / "baseline.json", remarks),
+        warnings=_read_warnings(path / "warnings.jsonl", remarks),
+    )
+    if rows and not run.finished:
+        remarks.insert(0, f"in progress or stopped: at step {rows[-1]['step']:,.0f}, epoch {run.progress}")
+    return replace(run, remarks=tuple(remarks))
+
+
+def _read_recipe(folder: Path, *, made_by: str) -> tuple[dict[str, Any], str]:
+    """Flat settings, and the text of the file."""
+    if not folder.is_dir():
+        raise RunError(f"{folder} is not a folder; name the --output of {made_by}")
+    file = folder / "recipe.yaml"
+    if not file.is_file():
+        raise RunError(f"{folder} has no recipe.yaml, so it is not a run of massl; name the --output of {made_by}")
+    settings = flatten(read_yaml(file))
+    missing = [key for key in _IN_EVERY_RECIPE if key not in settings]
+    if missing:
+        raise RunError(f"{file} lacks {', '.join(missing)}; massl pretrain writes a whole recipe there, was it edited?")
+    wrong = [
+        f"{key} is {settings.get(key)!r}"
+        for key in _COUNTS
+        if not _is_count(settings.get(key)) and not (key == "trainer.max_steps" and settings.get(key) is None)
+    ]
+    if wrong:
+        raise RunError(f"{file}: {'; '.join(wrong)}; massl pretrain writes whole numbers there, was it edited?")
+    return settings, file.read_text(encoding="utf-8")
+
+
+def _read_environment(file: Path, remarks: _Remarks) -> dict[str, Any]:
+    for_one = "minutes are counted for one process"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        remarks.problem("environment.json is missing, so device, versions, command and processes are unknown", for_one)
+        return _UNKNOWN_MACHINE
+    except ValueError as error:
+        remarks.problem(f"environment.json is not valid JSON ({error})", for_one)
+        return _UNKNOWN_MACHINE
+    known: dict[str, Any] = values if isinstance(values, dict) else {}
+    missing = [key for key in _UNKNOWN_MACHINE if key not in known]
+    if missing and (remarks.strict or not known):
+        remarks.problem(f"environment.json lacks {', '.join(missing)}", for_one)
+    if "world_size" in known and not _is_count(known["world_size"]):
+        remarks.problem(
+            f"world_size in environment.json is {known['world_size']!r}, not a number of processes", for_one
+        )
+        known = {**known, "world_size": 1}
+    return {**_UNKNOWN_MACHINE, **known}
+
+
+def _read_rows(file: Path, remarks: _Remarks) -> tuple[Mapping[str, float], ...]:
+    """Rows by step. If several have the same step the last counts, as after a resume; strict reading refuses them."""
+    if not file.exists():
+        remarks.problem("metrics.jsonl is missing, so training has not begun")
+        return ()
+    *lines, last = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines += [] if remarks.strict else [last]  # without a line end it may be half written
+    if not any(line.strip() for line in lines):
+        remarks.problem("metrics.jsonl is empty so far; the first row comes after the first probe")
+    rows: dict[float, Mapping[str, float]] = {}
+    unusable: Counter[str] = Counter()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = _parsed(line)
+            if remarks.strict:
+                _require_comparable(row, after=max(rows, default=-1))
+        except ValueError as error:
+            if number == len(lines) and not remarks.strict:
+                remarks.append("the last line of metrics.jsonl is half written and left out")
+            else:
+                remarks.problem(f"line {number} of metrics.jsonl {error}", "it is left out")
+            continue
+        numbers = {key: value for key, value in row.items() if _is_real(value)}
+        rows[row["step"]] = {key: value for key, value in numbers.items() if _is_number(value)}
+        unusable.update(_why_unusable(key, value) for key, value in numbers.items() if not _is_number(value))
+    remarks += [f"{problem} in {count:,} row{'' if count == 1 else 's'}" for problem, count in sorted(unusable.items())]
+    return tuple(rows[step] for step in sorted(rows))
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """The entries of a row; a ValueError says why the line is not one."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"is not valid JSON ({error})") from None
+    missing = [key for key in _IN_EVERY_ROW if not isinstance(row, dict) or key not in row]
+    if missing:
+        raise ValueError(f"lacks {', '.join(missing)}")
+    _require_numbers(row, _IN_EVERY_ROW)
+    if not 0 <= row["epoch"] <= row["step"] <= _MOST_STEPS:
+        raise ValueError(f"has the impossible step {row['step']} of epoch {row['epoch']}")
+    if row["step"] > 0 and row["images_per_second"] < _LEAST_RATE:
+        raise ValueError(f"has {row['images_per_second']} images a second, so its training time is unknown")
+    return dict(row)
+
+
+def _require_comparable(row: Mapping[str, Any], *, after: float) -> None:
+    _require_numbers(row, [key for key in _COMPARED if key in row])
+    if row["step"] <= after:
+        raise ValueError(f"goes back to step {row['step']:.0f}; did two runs write to it?")
+
+
+def _require_numbers(row: Mapping[str, Any], keys: tuple[str, ...] | list[str]) -> None:
+    wrong = [key for key in keys if not _is_number(row[key])]
+    if wrong:
+        raise ValueError(f"has no finite number for {', '.join(wrong)}")
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it can be drawn; of NaN no comparison holds."""
+    return _is_real(value) and abs(value) <= _LARGEST
+
+
+def _why_unusable(key: str, value: float) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{key} is not a finite number"
+    return f"{key} is beyond ±{_LARGEST:g}, too large to draw,"
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 10**15
+
+
+# ---- optional files: problems are remarks, even when reading strictly ------------------------------------------------
+
+
+def _read_baseline(file: Path, remarks: _Remarks) -> float | None:
+    """k-NN accuracy of raw pixels in percent."""
+    if not file.is_file():
+        return None
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        remarks.append(f"{file.name} is not valid JSON ({error}) and left out")
+        return None
+    accuracy = values.get("raw_pixel_knn") if isinstance(values, dict) else None
+    if accuracy is not None and not (_is_number(accuracy) and 0 <= accuracy <= 100):
+        remarks.append(f"raw_pixel_knn in {file.name} is not a percentage and left out")
+        return None
+    return None if accuracy is None else float(accuracy)
+
+
+def _read_warnings(file: Path, remarks: _Remarks) -> tuple[TrainingWarning, ...]:
+    """Warnings of the training in their order, without repetitions."""
+    if not file.is_file():
+        return ()
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    found = [_warning(line) for line in lines if line.strip()]
+    num_lost = found.count(None)
+    if num_lost:
+        remarks.append(f"{num_lost:,} line{'' if num_lost == 1 else 's'} of {file.name} cannot be read and left out")
+    return tuple(dict.fromkeys(warning for warning in found if warning is not None))
+
+
+def _warning(line: str) -> TrainingWarning | None:
+    try:
+        values = json.loads(line)
+        step, text = values["step"], values["warning"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return TrainingWarning(int(step), text) if _is_number(step) and isinstance(text, str) else None
