@@ -1,9 +1,8 @@
-"""Starts `massl` commands as processes of their own, without a new interpreter each time (an import of massl takes 4
-s).
+"""Starts `massl` commands as processes of their own without a new interpreter each time: importing it all takes 4 s.
 
-This process imports massl once and then forks a child for each job, read from stdin as one JSON line. It computes
-nothing itself: children inherit a single thread. A child runs `massl.cli.main` and then leaves as a Python process
-does: threads joined, exit functions called.
+This process imports every command once and then forks a child for each job, read from stdin as one JSON line. It
+computes nothing itself, so children inherit a single thread. A child runs `massl.cli.main` and then leaves as a Python
+process does: threads joined, exit functions called.
 """
 
 import atexit
@@ -11,6 +10,7 @@ import functools
 import importlib
 import json
 import os
+import pkgutil
 import resource
 import signal
 import sys
@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import torch
+import tyro  # noqa: F401 (every command parses with it)
+from torch.utils import tensorboard  # noqa: F401 (every run writes with it)
 
 import massl.cli
+import massl.commands
 from massl.training.metrics_log import MetricsLog
 
 
@@ -53,9 +56,7 @@ def count_events(path: str) -> None:
 
 
 def kill_at_event(num_events: int) -> None:
-    """kill -9 at the given call or return, counted as above: anywhere between two machine-independent moments of the
-    run.
-    """
+    """kill -9 at the given call or return, counted as above: a moment that does not depend on the machine."""
     left = num_events
 
     def count_down(*_: object) -> None:
@@ -120,9 +121,7 @@ def kill_in_half_a_metrics_line(nth: int) -> None:
 
 
 def limit_file_size(num_bytes: int) -> None:
-    """Writing beyond this size fails, as on a full disk (EFBIG in place of ENOSPC; Python ignores the signal that comes
-    with it).
-    """
+    """Make writing beyond this size fail, as on a full disk (EFBIG, not ENOSPC; Python ignores the signal)."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
@@ -171,6 +170,8 @@ def _poll(pid: int) -> int | None:
 
 def serve() -> None:
     """Answer jobs until stdin ends."""
+    for module in pkgutil.walk_packages(massl.commands.__path__, "massl.commands."):
+        importlib.import_module(module.name)  # massl.cli imports only the command it runs
     assert threading.active_count() == 1
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     print(json.dumps({"ready": True}), flush=True)
