@@ -15,6 +15,7 @@ from PIL import Image
 
 from massl.ops.memory_attention import memory_loss_reference
 
+pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PROGRAMS = ("features", "kmeans", "knn", "loading", "loss", "peers", "probe", "shapes", "step")
 REQUIRED = {"case", "images_per_second", "peak_gib", "milliseconds"}

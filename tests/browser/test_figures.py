@@ -10,6 +10,7 @@ import pytest
 
 from massl.commands.report.command import report
 
+pytestmark = pytest.mark.slow
 MAP = ".fig-panel:not([hidden]) .fig-map"
 LEGEND = f"{MAP} .fig-legend button"
 

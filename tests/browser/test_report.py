@@ -13,6 +13,7 @@ from PIL import Image
 from massl.commands.report.command import report
 from massl.evaluations.results import ResultRow, append_rows
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 ACCURACIES = [71.5, 9.25, 100.0, 44.0]
 

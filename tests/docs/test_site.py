@@ -13,6 +13,7 @@ import pytest
 from massl.commands.recipe import PretrainRecipe, shipped_recipes
 from massl.config import flatten
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 MADE = ("recipes", "settings", "changelog", "benchmarks")
 _FETCHED = {

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 import massl
 
 
+@pytest.mark.slow
 def test_the_demo_recipe_learns_in_its_first_steps(tmp_path: Path) -> None:
     result = massl.pretrain(
         recipe="demo",

@@ -9,6 +9,7 @@ import pytest
 import massl
 from massl.methods import METHODS
 
+pytestmark = pytest.mark.slow
 SIDE, NUM_DIRECTIONS = 16, 6
 # Of each method's demo settings little changes: 4 x 4 patches in two narrow blocks, two views of 64 images a step, 120
 # steps.

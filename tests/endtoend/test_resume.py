@@ -37,6 +37,7 @@ def uninterrupted(command: Any, server: Any, tmp_path_factory: pytest.TempPathFa
     return run
 
 
+@pytest.mark.slow
 def test_run_killed_ten_times_at_random_moments_ends_bit_for_bit_as_one_never_killed(
     command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path
 ) -> None:
