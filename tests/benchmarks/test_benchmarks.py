@@ -139,7 +139,7 @@ def test_loading_says_when_there_are_no_images(
         ([], "no peer given"),
         (["--massl", "nowhere"], "nowhere holds no main_massl.py"),
         (["--dino", "nowhere"], "nowhere holds no main_dino.py"),
-        (["--massl", "nowhere", "--cases", "vit_huge:64"], "is no MODEL:BATCH"),
+        (["--massl", "nowhere", "--cases", "vit_huge:64"], "is not MODEL:BATCH"),
         (["--massl", "nowhere", "--views", "many"], "names no views"),
     ],
 )
