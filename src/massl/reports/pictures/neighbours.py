@@ -1,0 +1,106 @@
+"""The nearest neighbours of images by the cosine of their features, with what is shown of each."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from massl.data.sources.base import DataError, ImageSource, Pixels
+from massl.ops.scoring.neighbours import cosine_topk, without
+from massl.reports.pictures.images import class_name, image_name
+
+_CHUNK_ROWS = 1 << 16  # rows of the database compared at once
+_QUERIES_AT_ONCE = 16  # whose pictures are in memory together
+
+ReadPictures = Callable[[ImageSource, Tensor], Sequence[Pixels]]  # of images given by their indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbours:
+    """The nearest images of the database, nearest first."""
+
+    similarities: Tensor  # [Q, k]
+    indices: Tensor  # [Q, k] into the database
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeighbourPicture:
+    """A neighbour as it is shown."""
+
+    picture: Pixels  # [H, W, 3]
+    name: str
+    similarity: float
+    same_class: bool | None  # as the query; None: unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeighbourRow:
+    """A query and its neighbours."""
+
+    picture: Pixels  # [H, W, 3]
+    name: str
+    neighbours: tuple[NeighbourPicture, ...]
+
+
+def find_neighbours(
+    queries: Tensor, database: Tensor, *, num_neighbours: int, own_rows: Tensor | None, name: str
+) -> Neighbours:  # [Q, D], [M, D], [Q]
+    """The nearest rows, or all of a small database. `own_rows`: the query's own row in the database, left out."""
+    num_left_out = 0 if own_rows is None else 1
+    num = min(num_neighbours, len(database) - num_left_out)
+    if num < 1:
+        raise DataError(f"{name} holds no other image; neighbours need at least two")
+    similarities, indices = nearest_rows(queries, database, num_neighbours=num + num_left_out)
+    if own_rows is not None:
+        is_own = indices == own_rows.to(indices.device)[:, None]
+        similarities, indices = without(similarities, indices, is_own, num_neighbours=num)
+    return Neighbours(similarities=similarities.cpu(), indices=indices.cpu())
+
+
+def nearest_rows(
+    queries: Tensor, rows: Tensor, *, num_neighbours: int
+) -> tuple[Tensor, Tensor]:  # [Q, D], [M, D] -> [Q, k], [Q, k]
+    """`cosine_topk` for rows on the CPU, moved in chunks to the queries' device, which may be too small for all."""
+    best_values = queries.new_empty(len(queries), 0)
+    best_indices = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+    for start in range(0, len(rows), _CHUNK_ROWS):
+        chunk = rows[start : start + _CHUNK_ROWS].to(queries.device)
+        values, indices = cosine_topk(queries, chunk, num_neighbours=min(num_neighbours, len(chunk)))
+        values, indices = torch.cat([best_values, values], dim=1), torch.cat([best_indices, indices + start], dim=1)
+        best_values, places = values.topk(min(num_neighbours, values.shape[1]), dim=1)
+        best_indices = indices.gather(1, places)
+    return best_values, best_indices
+
+
+def neighbour_rows(
+    source: ImageSource, chosen: Tensor, database: ImageSource, neighbours: Neighbours, pictures: ReadPictures
+) -> Iterator[NeighbourRow]:
+    """One row per chosen image of the source, whose neighbours are in the same order as `chosen`."""
+    for start in range(0, len(chosen), _QUERIES_AT_ONCE):
+        part = slice(start, start + _QUERIES_AT_ONCE)
+        found = iter(pictures(database, neighbours.indices[part].flatten()))
+        for picture, index, near, similarities in zip(
+            pictures(source, chosen[part]),
+            chosen[part].tolist(),
+            neighbours.indices[part].tolist(),
+            neighbours.similarities[part].tolist(),
+            strict=True,
+        ):
+            yield NeighbourRow(
+                picture=picture,
+                name=image_name(source, index),
+                neighbours=tuple(
+                    NeighbourPicture(
+                        picture=next(found),
+                        name=image_name(database, other),
+                        similarity=similarity,
+                        same_class=_is_same_class(class_name(source, index), class_name(database, other)),
+                    )
+                    for other, similarity in zip(near, similarities, strict=True)
+                ),
+            )
+
+
+def _is_same_class(first: str, second: str) -> bool | None:
+    return first == second if first and second else None
