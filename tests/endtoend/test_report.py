@@ -14,7 +14,7 @@ from massl.commands.pretrain import pretrain
 from massl.commands.report import command
 from massl.commands.report.command import report
 from massl.config import MasslError
-from massl.reports.page.section import Section
+from massl.reports.page.templates import Section
 
 Massl = Callable[..., Any]
 

@@ -13,18 +13,17 @@ from pydantic import Field, model_validator
 from massl.commands.arguments import parse
 from massl.commands.console import command_text, message_console, print_line
 from massl.commands.recipe import load_recipe, shipped_recipes
-from massl.commands.report.figure_model import Device
-from massl.commands.report.figures import figures_of
+from massl.commands.report.figures import Device, figures_of
 from massl.commands.report.files import require_page_file, runs_of_comparison, write_page
 from massl.config import MasslError, Settings, flatten, validate
 from massl.evaluations.measurement import EvaluationError
 from massl.evaluations.results import RESULTS_FILE, ResultRow, newest, read_rows
 from massl.reports.page.assembly import report_page
-from massl.reports.page.section import Section
 from massl.reports.page.sections.ablations import ablation_files, ablations_section
 from massl.reports.page.sections.public import tables_with_ours
 from massl.reports.page.sections.reproduction import PackagedRecipe, changes_between, reproduction_section
 from massl.reports.page.sections.results import results_section
+from massl.reports.page.templates import Section
 from massl.reports.published.data_sets import require_known
 from massl.reports.run_reader import read_run
 from massl.reports.runs import Run, distinct_labels
@@ -147,9 +146,7 @@ def _title(runs: Sequence[Run], ablations: Sequence[Path]) -> str:
     return f"{len(runs)} runs" if runs else "Ablation" if len(ablations) == 1 else "Ablations"
 
 
-def _sections(
-    runs: Sequence[Run], ablations: Sequence[Path], settings: ReportSettings, command: str
-) -> list[Section]:
+def _sections(runs: Sequence[Run], ablations: Sequence[Path], settings: ReportSettings, command: str) -> list[Section]:
     rows, remarks = _results(runs, settings.results)
     sections = []
     if runs or rows or remarks:
@@ -162,9 +159,7 @@ def _sections(
         )
     if ablations:
         sections.append(ablations_section(ablations))
-    with_backbones = {
-        run.label: run.folder for run in runs if (run.folder / "backbone.safetensors").exists()
-    }
+    with_backbones = {run.label: run.folder for run in runs if (run.folder / "backbone.safetensors").exists()}
     if settings.figures and with_backbones:
         sections += figures_of(with_backbones, data=settings.data, device=settings.device)
     return [*sections, reproduction_section(runs, packaged_recipes(runs), command=command)]
@@ -173,9 +168,7 @@ def _sections(
 def _results(runs: Sequence[Run], folders: Sequence[str]) -> tuple[list[ResultRow], list[str]]:
     """All rows of evaluations, the newest of their kind, and which files could not be read."""
     files = [
-        file
-        for run in runs
-        for file in (run.folder / RESULTS_FILE, *sorted(run.folder.glob(f"*/{RESULTS_FILE}")))
+        file for run in runs for file in (run.folder / RESULTS_FILE, *sorted(run.folder.glob(f"*/{RESULTS_FILE}")))
     ]
     for folder in folders:
         named = Path(folder).expanduser()
@@ -198,9 +191,7 @@ def packaged_recipes(runs: Sequence[Run]) -> dict[str, PackagedRecipe]:
     found = {}
     for run in runs:
         named = _recipe_named(run.environment)
-        shipped = {
-            name: _settings_of(name, run.method) for name in (shipped_recipes() if named is None else [named])
-        }
+        shipped = {name: _settings_of(name, run.method) for name in (shipped_recipes() if named is None else [named])}
         own = _own_settings(run)
         changes = {name: changes_between(values, own) for name, values in shipped.items() if values}
         if changes:

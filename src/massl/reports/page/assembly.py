@@ -8,9 +8,8 @@ from importlib import metadata
 from markupsafe import Markup
 
 from massl.reports.comparison.tables import shared_by
-from massl.reports.page.section import Section
 from massl.reports.page.sections.training import legend_markup, summary_section, training_section
-from massl.reports.page.templates import asset, rendered
+from massl.reports.page.templates import Section, asset, rendered
 from massl.reports.runs import Run
 
 _LONGEST_SOURCE = 120  # characters of data.source in the head; joined sources may be as long as they like

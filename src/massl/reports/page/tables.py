@@ -1,4 +1,4 @@
-"""Tables of the page: every cell has its text and, where that is a number, the number it is sorted by."""
+"""Tables of the page: a cell has a text and, in columns of numbers, the number it is sorted by."""
 
 import re
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ class Cell:
 
     text: str
     number: float | None = None  # what it is sorted by in a column of numbers; None: missing
-    run: int | None = None  # the run whose colour stands beside it
+    run: int | None = None  # the run whose colour is shown beside it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
     cells: tuple[Cell, ...]
-    is_ours: bool = False  # stands among the figures of others
+    is_ours: bool = False  # marked among the numbers of others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class PageTable:
 
     @property
     def has_numbers(self) -> tuple[bool, ...]:
-        """By column: whether all that stands in it are numbers."""
+        """Per column: whether it holds numbers only."""
         columns = zip(*(line.cells for line in self.lines), strict=True)
         return tuple(
             any(cell.number is not None for cell in cells)
@@ -50,7 +50,7 @@ class PageTable:
 
 
 def number_in(text: str) -> float | None:
-    """The number a text begins with, so that "44.80 ± 0.40", "1,024 (k=20)" and "1/8" are sorted by it; None for words."""
+    """The number a text begins with, to sort "44.80 ± 0.40", "1,024 (k=20)" and "1/8" by it; None for words."""
     ratio = re.fullmatch(r"(\d+)/(\d+)", text.strip())
     if ratio is not None:
         return int(ratio.group(1)) / int(ratio.group(2))
@@ -58,10 +58,8 @@ def number_in(text: str) -> float | None:
     return None if found is None else float(found.group().replace(",", "").replace("−", "-"))
 
 
-def page_table(table: ResultsTable, *, words: Sequence[str] = (), without: Sequence[str] = ()) -> PageTable:
-    """A table of texts as one of the page; columns in `words` are never numbers, those in `without` and empty ones are
-    left out.
-    """
+def page_table(table: ResultsTable, *, without: Sequence[str] = ()) -> PageTable:
+    """A table of texts as one of the page, without empty columns and those in `without`."""
     kept = [
         place
         for place, column in enumerate(table.columns)
@@ -70,7 +68,7 @@ def page_table(table: ResultsTable, *, words: Sequence[str] = (), without: Seque
     return PageTable(
         columns=tuple(table.columns[place] for place in kept),
         lines=tuple(
-            Line(cells=tuple(_cell(line[place], is_word=table.columns[place] in words) for place in kept))
+            Line(cells=tuple(_cell(line[place], is_word=table.columns[place] in table.text_columns) for place in kept))
             for line in table.lines
         ),
         caption=table.title,
@@ -83,5 +81,5 @@ def _cell(text: str, *, is_word: bool) -> Cell:
 
 
 def table_markup(table: PageTable) -> Markup:
-    """The table in a box of its own, in which it scrolls where it is wider than the page."""
+    """The table in a box, in which it scrolls where it is wider than the page."""
     return rendered("table.html.j2", {"table": table})

@@ -1,6 +1,7 @@
-"""The files of the page: Jinja templates, style and scripts, all in assets/."""
+"""Rendering: Jinja templates, style sheets and scripts of assets/, and the section that all parts of the page are."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
@@ -8,8 +9,19 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One titled part of the page. `html` is trusted: whoever builds a section escapes what it shows."""
+
+    id: str
+    title: str
+    html: str
+    style: str = ""  # equal styles and scripts of several sections are written once
+    script: str = ""
+
+
 def rendered(template: str, values: Mapping[str, object]) -> Markup:
-    """A template with its values; text is escaped, so only what is passed as Markup stays markup."""
+    """A template with its values. Text is escaped; only what is passed as Markup stays markup."""
     return Markup(_environment().get_template(template).render(values))
 
 
@@ -20,5 +32,12 @@ def asset(name: str) -> str:
 
 @cache
 def _environment() -> Environment:
-    loader = PackageLoader("massl.reports.page", "assets")
-    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("massl.reports.page", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
+    return environment

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from massl.commands.recipe import load_recipe
-from massl.commands.report import figures as report_figures
-from massl.commands.report.figure_model import choose_sample, opened_subject
-from massl.commands.report.figures import KINDS, figures_of
+from massl.commands.report.figures import choose_sample, figures_of, open_run
 from massl.config import to_yaml
 from massl.nn.backbone import build_backbone
-from massl.reports.page.section import Section
+from massl.reports.page.sections import figures as sections_of_figures
+from massl.reports.page.sections.figures import PICTURES
+from massl.reports.page.templates import Section
 from massl.weights.io import backbone_bytes
 
 SMALL = {
@@ -83,7 +83,7 @@ def test_a_transformer_has_every_picture_each_with_words_for_those_who_cannot_se
 ) -> None:
     run = make_run("a", write_images(tmp_path / "images.npz", 30))
     sections = drawn({"a": run})
-    assert list(sections) == list(KINDS) == ["embedding-map", "neighbours", "attention", "correspondence"]
+    assert list(sections) == list(PICTURES) == ["embedding-map", "neighbours", "attention", "correspondence"]
     assert sections["embedding-map"].html.count('class="fig-dots') == 3
     assert sections["embedding-map"].html.count("<use") == 30 + 3  # dots and legend
     # one query of each class; the classifier asks for 5 neighbours
@@ -180,24 +180,24 @@ def test_no_image_is_its_own_neighbour_and_the_vote_is_that_of_the_others(make_r
     labels = np.random.default_rng(1).integers(0, 3, 30)
     np.savez(tmp_path / "images.npz", images=pixels, labels=labels)  # neighbours disagree, so their weights decide
     run = make_run("a", tmp_path / "images.npz", {"probes.temperature": 0.002})
-    with opened_subject(run, data=None, device="cpu", num_images=20) as subject:
-        assert subject.sample.is_own
-        assert (len(subject.sample.queries), len(subject.sample.database)) == (20, 30)
-        near = subject.neighbours.indices
+    with open_run(run, data=None, device="cpu", num_images=20) as opened:
+        assert opened.sample.is_own
+        assert (len(opened.sample.queries), len(opened.sample.database)) == (20, 30)
+        near = opened.neighbours.indices
         assert near.shape == (20, 5)
         assert not any(number in near[number].tolist() for number in range(20))
-        assert [subject.sample.queries.key_of(n) for n in range(20)] == [
-            subject.sample.database.key_of(n) for n in range(20)
+        assert [opened.sample.queries.key_of(n) for n in range(20)] == [
+            opened.sample.database.key_of(n) for n in range(20)
         ]
-        directions = subject._rows[1] / subject._rows[1].norm(dim=1, keepdim=True)
+        directions = opened.database_rows / opened.database_rows.norm(dim=1, keepdim=True)
         for number in range(20):
             cosines = directions @ directions[number]
             cosines[number] = -1.0
             nearest = cosines.argsort(descending=True)[:5]
             votes = [0.0, 0.0, 0.0]
             for other in nearest.tolist():
-                votes[subject.sample.database.label_of(other) or 0] += float(((cosines[other] - 1) / 0.002).exp())
-            assert subject.predictions[number] == int(np.argmax(votes))
+                votes[opened.sample.database.label_of(other) or 0] += float(((cosines[other] - 1) / 0.002).exp())
+            assert opened.predictions[number] == int(np.argmax(votes))
 
 
 def test_the_images_are_those_of_the_probe_and_do_not_depend_on_the_run(tmp_path: Path) -> None:
@@ -231,6 +231,6 @@ def test_several_runs_have_a_selector_and_share_their_thumbnails(make_run: MakeR
 
 def test_a_bug_is_not_hidden_in_a_sentence(make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run("a", write_images(tmp_path / "images.npz", 12))
-    monkeypatch.setattr(report_figures, "sheet_markup", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(sections_of_figures, "sheet_markup", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         figures_of({"a": run}, device="cpu")

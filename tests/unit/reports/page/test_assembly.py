@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from massl.reports.page.assembly import report_page
-from massl.reports.page.section import Section
 from massl.reports.page.sections.reproduction import PackagedRecipe, changes_between, commands_of, reproduction_section
 from massl.reports.page.sections.training import summary_table, unlike
+from massl.reports.page.templates import Section
 from massl.reports.run_reader import read_run
 from massl.reports.runs import Run
 

@@ -8,6 +8,7 @@ TABLE = ResultsTable(
     columns=("model", "k-NN", "paper", "empty"),
     lines=(("2nd", "9.25 ± 0.10", "", ""), ("1st", "71.50", "72.70¹", "--")),
     footnotes=("¹ a note",),
+    text_columns=frozenset({"model"}),
 )
 
 
@@ -30,7 +31,7 @@ def test_texts_are_sorted_by_the_number_they_begin_with(text: str, number: float
 
 
 def test_empty_columns_go_and_missing_values_are_marked() -> None:
-    table = page_table(TABLE, words=("model",))
+    table = page_table(TABLE)
     assert table.columns == ("model", "k-NN", "paper")
     assert [[cell.text for cell in line.cells] for line in table.lines] == [
         ["2nd", "9.25 ± 0.10", "–"],
@@ -52,6 +53,6 @@ def test_markup_says_what_is_a_number_and_whose_row_it_is() -> None:
 
 
 def test_footnotes_stand_below_the_table() -> None:
-    html = str(table_markup(page_table(TABLE, words=("model",))))
+    html = str(table_markup(page_table(TABLE)))
     assert html.index("</table>") < html.index("<li>¹ a note</li>")
     assert "<caption>Ours</caption>" in html

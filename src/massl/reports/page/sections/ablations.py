@@ -12,9 +12,8 @@ from markupsafe import Markup
 from massl.config import MasslError
 from massl.reports.ablation.records import AblationReport, RunOutcome, report_of, table_of
 from massl.reports.ablation.trends import sentences_of
-from massl.reports.page.section import Section
 from massl.reports.page.tables import page_table, table_markup
-from massl.reports.page.templates import rendered
+from massl.reports.page.templates import Section, rendered
 
 FILE = "ablation.json"
 # Colours of ablation_plots.py and what they are on the page, where they follow light and dark.
@@ -88,7 +87,7 @@ def _part(report: AblationReport, plain: Mapping[str, Any], number: int) -> dict
         "ours": plain["ours"],
         "command": plain["command"],
         "figure": _figure(report, str(plain["ours"]), prefix=f"ablation-{number}-"),
-        "table": table_markup(page_table(table_of(report), words=("blocks", "state"))),
+        "table": table_markup(page_table(table_of(report))),
         "sentences": sentences_of(report),
         "cautions": plain["cautions"],
     }

@@ -1,153 +1,222 @@
-"""The markup of the pictures of a report: sheets, pairs, the map of the features, and a panel for each run."""
+"""The pictures of runs: how features lie in the plane, and what backbones find similar, attend to and match."""
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import Literal
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+import torch
 
-from massl.reports.pictures.embedding_map import WIDTH, Positions, class_groups, height_of
-from massl.reports.pictures.sprites import SpriteSheet
-
-# Circle, triangle, square and diamond of about one area around 0, 0. Classes that share a shape differ in colour for
-# every eye.
-SHAPES = (
-    "M-7 0A7 7 0 1 0 7 0A7 7 0 1 0-7 0Z",
-    "M0-9.6L8.3 4.8L-8.3 4.8Z",
-    "M-6.2-6.2H6.2V6.2H-6.2Z",
-    "M0-8.8L8.8 0L0 8.8L-8.8 0Z",
+from massl.config import MasslError
+from massl.data.sources.base import Pixels
+from massl.evaluations.protocols.attention import attention_size
+from massl.evaluations.protocols.correspondence import CorrespondenceSettings, correspondence_size, open_points_model
+from massl.reports.page.pictures import (
+    EmbeddingMap,
+    PagePicture,
+    map_markup,
+    pairs_markup,
+    panels_markup,
+    sentence_markup,
+    sheet_markup,
+    sprites_markup,
 )
+from massl.reports.page.templates import Section, asset
+from massl.reports.pictures.attention import draw_attention
+from massl.reports.pictures.correspondence import draw_pairs
+from massl.reports.pictures.embedding_map import plane_positions
+from massl.reports.pictures.images import centre_crops, image_name
+from massl.reports.pictures.neighbours import NeighbourPicture, Neighbours, neighbour_rows
+from massl.reports.pictures.run_features import RunFeatures
+from massl.reports.pictures.sprites import SpriteSheet, exact_uri, photo_uri, sprite_sheet
+
+_NUM_QUERIES, _NUM_SHOWN = 10, 8  # rows of the sheet of neighbours, and how many are shown of each
+_NUM_ATTENDED, _NUM_PAIRS = 6, 4  # images with attention maps; pairs of views, and of images of a class
+_THUMBNAIL_SIDE, _TILE_SIDE, _PAIR_WIDTH = 64, 96, 460  # pixels at most: of a dot's image, of a tile, of a pair
+_SPRITE_BYTES, _ALL_SPRITES_BYTES, _FEWEST_SPRITE_BYTES = 2_400_000, 5_000_000, 400_000  # of one map, of all maps
+_PAIRS = {"instance": "Two views of an image", "class": "Two images of a class"}
+_VERDICTS = {True: ("right", "✓ ", ", same class"), False: ("wrong", "✗ ", ", another class"), None: ("", "", "")}
+
+EXPECTED_FAILURES = (MasslError, OSError, torch.OutOfMemoryError)  # reported on the page; anything else is a bug
 
 
 @dataclass(frozen=True, kw_only=True)
-class PagePicture:
-    """A picture of a sheet and what stands below it."""
+class Drawn:
+    """A picture of one run, ready for the page."""
 
-    uri: str
-    alt: str
-    captions: tuple[str, ...] = ()
-    mark: Literal["", "right", "wrong"] = ""  # framed so, and said in the alternative text by whoever makes it
-    sharp: bool = False  # enlarged in sharp squares: a map of patches
+    markup: str
+    sprites: SpriteSheet | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingMap:
-    """Images as dots, and what is shown of the one pointed at."""
+class PictureKind:
+    """A row of the table of pictures."""
 
-    positions: Positions  # [N, 2]
-    labels: tuple[int, ...]  # empty without class names
-    predictions: tuple[int, ...]  # of the k-NN classifier; empty without class names
-    class_names: tuple[str, ...] | None
-    keys: tuple[str, ...]  # names of the images
-    sprites: SpriteSheet
+    title: str
+    note: str
+    draw: Callable[[RunFeatures, int], Drawn]  # (run, bytes allowed for its thumbnails)
 
 
-def style_text() -> str:
-    return _page_file("figures_pictures.css")
+def draw_pictures(run: RunFeatures, *, num_runs: int) -> dict[str, Drawn]:
+    """Every kind of picture of one run, or a sentence that says why it cannot be drawn."""
+    sprite_bytes = max(_FEWEST_SPRITE_BYTES, min(_SPRITE_BYTES, _ALL_SPRITES_BYTES // num_runs))
+    drawn = {}
+    for kind, entry in PICTURES.items():
+        try:
+            drawn[kind] = entry.draw(run, sprite_bytes)
+        except EXPECTED_FAILURES as error:
+            drawn[kind] = failure("Not drawn", error)
+    return drawn
 
 
-def script_text() -> str:
-    return _page_file("figures_pictures.js")
+def failure(beginning: str, error: BaseException, *, advice: str = "") -> Drawn:
+    """A sentence in place of a picture."""
+    return Drawn(markup=sentence_markup(f"{beginning}: {' '.join(str(error).split()).rstrip('.')}{advice}."))
 
 
-def sheet_markup(
-    rows: Sequence[Sequence[PagePicture]], *, headings: Sequence[str], first_is_apart: bool = False
-) -> str:
-    """Pictures in rows and columns; on a narrow screen they scroll inside their box."""
-    return _render("figures_sheet.html.j2", rows=rows, headings=headings, first_is_apart=first_is_apart)
+def picture_sections(drawn: Mapping[str, Mapping[str, Drawn] | Drawn]) -> list[Section]:
+    """One section per kind of picture, with a selector where there are several runs.
 
-
-def pairs_markup(kinds: Mapping[str, Sequence[PagePicture]]) -> str:
-    """Wide pictures under a heading for each kind, as many beside each other as there is room for."""
-    return _render("figures_pairs.html.j2", kinds=kinds)
-
-
-def map_markup(drawn: EmbeddingMap, *, title: str) -> str:
-    """The map as it is printed; the script adds what happens when a dot is pointed at."""
-    groups = class_groups(drawn.labels or (0,) * len(drawn.keys), drawn.class_names)
-    is_wrong = [label != guess for label, guess in zip(drawn.labels, drawn.predictions, strict=True)] or [False] * len(
-        drawn.keys
-    )
-    facts = {
-        "order": [number for group in groups for number in group.images],
-        "keys": drawn.keys,
-        "labels": drawn.labels,
-        "predictions": drawn.predictions,
-        "names": drawn.class_names or (),
-        "side": drawn.sprites.side,
-        "columns": drawn.sprites.num_columns,
-        "sprite": sprite_id(drawn.sprites),
-    }
-    legend = [
-        {
-            "name": group.name,
-            "look": "other" if group.style is None else group.style,
-            "shape": 0 if group.style is None else group.style % len(SHAPES),
-            "dots": [(*drawn.positions[number].tolist(), is_wrong[number]) for number in group.images],
-            "right": f"{sum(not is_wrong[number] for number in group.images) / len(group.images):.0%}".replace(
-                "%", " %"
-            ),
-        }
-        for group in groups
-    ]
-    return _render(
-        "figures_map.html.j2",
-        groups=legend,
-        facts=facts,
-        title=title,
-        width=WIDTH,
-        height=height_of(drawn.positions),
-        has_labels=bool(drawn.labels),
-        num_wrong=sum(is_wrong),
-    )
-
-
-def sprite_id(sprites: SpriteSheet) -> str:
-    """The same for maps of the same images, which share the file."""
-    return f"fig-sprite-{hashlib.sha256(sprites.uri.encode()).hexdigest()[:12]}"
-
-
-def sprites_markup(sheets: Sequence[SpriteSheet]) -> str:
-    """What all maps of a section take their pictures from: each sheet once, and the shapes of the dots."""
-    return _render("figures_sprites.html.j2", sprites={sprite_id(sheet): sheet.uri for sheet in sheets}, shapes=SHAPES)
-
-
-def panels_markup(panels: Mapping[str, str], *, note: str) -> str:
-    """Run -> its ready markup. Of several runs a selector shows one at a time; on paper and without a script all follow
-    each other.
+    `drawn`: label of a run -> its pictures by kind, or one sentence in place of them all.
     """
-    return _render("figures_panels.html.j2", panels=panels, note=note)
+    unopened = {name: of_run for name, of_run in drawn.items() if isinstance(of_run, Drawn)}
+    if len(unopened) == len(drawn):
+        return [_section("figures", "Pictures", unopened, note="")]
+    return [
+        _section(
+            kind,
+            entry.title,
+            {name: of_run if isinstance(of_run, Drawn) else of_run[kind] for name, of_run in drawn.items()},
+            note=entry.note,
+        )
+        for kind, entry in PICTURES.items()
+    ]
 
 
-def sentence_markup(sentence: str) -> str:
-    return _render("figures_sentence.html.j2", sentence=sentence)
+def _section(section_id: str, title: str, drawn: Mapping[str, Drawn], *, note: str) -> Section:
+    sheets = [part.sprites for part in drawn.values() if part.sprites is not None]
+    before = sprites_markup(sheets) if sheets else ""
+    panels = panels_markup({name: part.markup for name, part in drawn.items()}, note=note)
+    style, script = asset("figures_pictures.css"), asset("figures_pictures.js")
+    return Section(id=section_id, title=title, html=before + panels, style=style, script=script)
 
 
-def _render(template: str, **values: object) -> str:
-    return _environment().get_template(template).render(values)
-
-
-@cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("massl.reports.page", "assets"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
+def _draw_map(run: RunFeatures, sprite_bytes: int) -> Drawn:
+    queries = run.sample.queries
+    thumbnails = functools.partial(centre_crops, run.extractor, queries, max_side=_THUMBNAIL_SIDE)
+    drawn = EmbeddingMap(
+        positions=plane_positions(run.query_rows.numpy()),
+        labels=tuple(run.labels),
+        predictions=tuple(run.predictions),
+        class_names=queries.class_names,
+        keys=tuple(map(queries.key_of, range(len(queries)))),
+        sprites=sprite_sheet(thumbnails(torch.arange(len(queries))), max_bytes=sprite_bytes),
     )
-    environment.policies["json.dumps_function"] = _dense_json
-    environment.policies["json.dumps_kwargs"] = {}
-    return environment
+    said = f"{len(queries):,} images of {queries.name}."
+    if drawn.labels:
+        num_wrong = sum(label != guess for label, guess in zip(drawn.labels, drawn.predictions, strict=True))
+        said += (
+            f" Outlined are the {num_wrong:,} ({num_wrong / len(queries):.1%}) whose class the k-NN classifier misses "
+            f"(k = {run.neighbours.indices.shape[1]}, among {run.sample.database_in_words})."
+        ).replace("%", " %")
+    markup = sentence_markup(said) + map_markup(drawn, title=f"Map of the features: {said}")
+    return Drawn(markup=markup, sprites=drawn.sprites)
 
 
-def _dense_json(values: object) -> str:
-    return json.dumps(values, separators=(",", ":"), ensure_ascii=False)
+def _draw_neighbours(run: RunFeatures, sprite_bytes: int) -> Drawn:
+    chosen = run.examples(_NUM_QUERIES)
+    shown = Neighbours(
+        similarities=run.neighbours.similarities[chosen, :_NUM_SHOWN],
+        indices=run.neighbours.indices[chosen, :_NUM_SHOWN],
+    )
+    pictures = functools.partial(centre_crops, run.extractor, max_side=_TILE_SIDE)
+    rows = [
+        [
+            _photo(row.picture, max_side=_TILE_SIDE, alt=f"query: {row.name}", captions=(row.name,)),
+            *map(_neighbour, row.neighbours),
+        ]
+        for row in neighbour_rows(run.sample.queries, chosen, run.sample.database, shown, pictures)
+    ]
+    headings = ["image", *(str(number + 1) for number in range(shown.indices.shape[1]))]
+    said = f"Looked for among {run.sample.database_in_words}."
+    return Drawn(markup=sentence_markup(said) + sheet_markup(rows, headings=headings, first_is_apart=True))
 
 
-def _page_file(name: str) -> str:
-    return (resources.files("massl.reports.page") / "assets" / name).read_text(encoding="utf-8")
+def _neighbour(near: NeighbourPicture) -> PagePicture:
+    mark, sign, verdict = _VERDICTS[near.same_class]
+    return PagePicture(
+        uri=photo_uri(near.picture, max_side=_TILE_SIDE),
+        alt=f"{near.name}{verdict}, similarity {near.similarity:.3f}",
+        captions=(f"{sign}{near.name}", f"{near.similarity:.3f}"),
+        mark=mark,
+    )
+
+
+def _draw_attention(run: RunFeatures, sprite_bytes: int) -> Drawn:
+    extractor, queries = run.extractor, run.sample.queries
+    size = attention_size(extractor.model, None, option="size")
+    rows = []
+    for drawing in draw_attention(extractor, queries, run.examples(_NUM_ATTENDED), size=size):
+        name, max_side = image_name(queries, drawing.index), 2 * _TILE_SIDE
+        rows.append(
+            [
+                _photo(drawing.photo, max_side=max_side, alt=name, captions=(name,)),
+                _photo(drawing.colours, max_side=max_side, alt=f"{name}: the strongest head of each patch"),
+                _heat_map(drawing.mean, alt=f"{name}: mean attention of all heads"),
+                *(_heat_map(head, alt=f"{name}: attention of head {n}") for n, head in enumerate(drawing.heads)),
+            ]
+        )
+    headings = ["image", "all heads", "mean", *(f"head {number}" for number in range(len(rows[0]) - 3))]
+    return Drawn(markup=sheet_markup(rows, headings=headings))
+
+
+def _draw_correspondence(run: RunFeatures, sprite_bytes: int) -> Drawn:
+    queries = run.sample.queries
+    drawings = draw_pairs(
+        run.extractor,
+        queries,
+        CorrespondenceSettings(num_images=_NUM_PAIRS, num_figures=_NUM_PAIRS),
+        size=correspondence_size(run.extractor.model, None, option="size"),
+        points_model=open_points_model(run.extractor, ""),
+    )
+    groups: dict[str, list[PagePicture]] = {}
+    for drawing in drawings:
+        heading, name = _PAIRS[drawing.shows], image_name(queries, drawing.images[0])
+        alt = f"{heading.lower()}, {name}, with lines between matched patches"
+        captions = (name, drawing.success) if drawing.success else (name,)
+        groups.setdefault(heading, []).append(_photo(drawing.picture, max_side=_PAIR_WIDTH, alt=alt, captions=captions))
+    return Drawn(markup=pairs_markup(groups))
+
+
+def _photo(picture: Pixels, *, max_side: int, alt: str, captions: tuple[str, ...] = ()) -> PagePicture:
+    return PagePicture(uri=photo_uri(picture, max_side=max_side), alt=alt, captions=captions)
+
+
+def _heat_map(picture: Pixels, *, alt: str) -> PagePicture:
+    return PagePicture(uri=exact_uri(picture), alt=alt, sharp=True)
+
+
+PICTURES: dict[str, PictureKind] = {
+    "embedding-map": PictureKind(
+        title="Map of the features",
+        note="Each dot is an image; images with similar features lie close together (PCA, then t-SNE). Distances "
+        "between far groups and the sizes of groups mean little.",
+        draw=_draw_map,
+    ),
+    "neighbours": PictureKind(
+        title="Nearest neighbours",
+        note="The most similar images by the cosine of their features, nearest first.",
+        draw=_draw_neighbours,
+    ),
+    "attention": PictureKind(
+        title="Attention maps",
+        note="What the class token attends to in the last block. All heads: each patch in the colour of its strongest "
+        "head; each other map has a scale of its own, from violet (least) to yellow (most).",
+        draw=_draw_attention,
+    ),
+    "correspondence": PictureKind(
+        title="Matched patches",
+        note="Lines join the patches the class token attends to most with those that the features take for the same "
+        "in the second picture.",
+        draw=_draw_correspondence,
+    ),
+}

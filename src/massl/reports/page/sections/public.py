@@ -43,12 +43,7 @@ def tables_with_ours(runs: Sequence[Run], *, data_set: str | None = None) -> lis
 
 def belongs(run: Run, table: PublicTable, *, data_set: str | None = None) -> bool:
     """Whether it was trained and probed as some row of the table was: without labels, to the end, on the same data."""
-    if (
-        table.columns[0].name != _RANKED_BY
-        or run.method == "supervised"
-        or not run.has_all_epochs
-        or not run.probes
-    ):
+    if table.columns[0].name != _RANKED_BY or run.method == "supervised" or not run.has_all_epochs or not run.probes:
         return False
     own = rules_of(run, best_epoch=table.rules.best_epoch, data_set=data_set)
     return any(all(getattr(own, name) == getattr(row.rules, name) for name in _DECISIVE) for row in table.rows)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from massl.reports.page.section import Section
 from massl.reports.page.tables import Cell, Line, PageTable, table_markup
-from massl.reports.page.templates import rendered
+from massl.reports.page.templates import Section, rendered
 from massl.reports.runs import Run
 
 
@@ -48,18 +47,12 @@ def reproduction_section(runs: Sequence[Run], packaged: Mapping[str, PackagedRec
 
 def commands_of(run: Run) -> list[tuple[str, str]]:
     """What a command is, and the command: as it was given, and one that needs the run's folder alone."""
-    environment = run.environment
-    launcher = ["massl"]
-    if run.num_processes > 1:
-        launcher = ["torchrun", "--nproc-per-node", str(run.num_processes), "-m", "massl"]
-    folder = run.folder
-    again = [*launcher, "pretrain", "--recipe", str(folder / "recipe.yaml"), "--output", f"{folder}-again"]
-    found = [("The same recipe into a new folder", shlex.join(again))]
-    given = environment.get("command")
+    found = [("The same recipe into a new folder", shlex.join(run.command_again))]
+    given = run.environment.get("command")
     if isinstance(given, list) and given:
         program, *arguments = map(str, given)
         name = PurePath(program).name
-        words = [*launcher, *arguments] if name in ("massl", "__main__.py") else ["python", name, *arguments]
+        words = [*run.launcher, *arguments] if name in ("massl", "__main__.py") else ["python", name, *arguments]
         found.insert(0, ("As it was started", shlex.join(words)))
     return found
 

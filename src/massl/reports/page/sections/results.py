@@ -4,17 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from massl.evaluations.results import ResultRow
 from massl.reports.comparison.tables import paper_time_table
-from massl.reports.page.section import Section
 from massl.reports.page.tables import PageTable, page_table, table_markup
-from massl.reports.page.templates import rendered
-from massl.reports.tables import Row, results_table
+from massl.reports.page.templates import Section, rendered
+from massl.reports.tables import results_table
 
 _COMPARED = ("MaSSL", "iBOT", "DINO")  # whose figures of the paper stand beside ours
-_WORDS = ("model", "protocol", "data", "setting", "metric")
 
 
-def results_section(rows: Sequence[Row], *, remarks: Sequence[str] = (), public: Sequence[PageTable] = ()) -> Section:
+def results_section(
+    rows: Sequence[ResultRow], *, remarks: Sequence[str] = (), public: Sequence[PageTable] = ()
+) -> Section:
     """One table a protocol, then `public` tables of others with our runs in them, then what the paper says of time and
     memory.
     """
@@ -22,12 +23,12 @@ def results_section(rows: Sequence[Row], *, remarks: Sequence[str] = (), public:
         "remarks": remarks,
         "protocols": [(name, table_markup(table)) for name, table in tables_by_protocol(rows).items()],
         "public": [table_markup(table) for table in public],
-        "paper_time": table_markup(page_table(paper_time_table(), words=("method",))),
+        "paper_time": table_markup(page_table(paper_time_table())),
     }
     return Section(id="results", title="Results", html=rendered("results.html.j2", values))
 
 
-def tables_by_protocol(rows: Sequence[Row]) -> Mapping[str, PageTable]:
+def tables_by_protocol(rows: Sequence[ResultRow]) -> Mapping[str, PageTable]:
     """Protocol -> its rows with the paper's figures; columns that are empty there are left out."""
     if not rows:
         return {}
@@ -37,7 +38,7 @@ def tables_by_protocol(rows: Sequence[Row]) -> Mapping[str, PageTable]:
     for protocol in dict.fromkeys(line[place] for line in whole.lines):
         lines = tuple(line for line in whole.lines if line[place] == protocol)
         part = replace(whole, lines=lines, footnotes=_notes_of(lines, whole.footnotes))
-        tables[protocol] = replace(page_table(part, words=_WORDS, without=("protocol",)), caption=whole.title)
+        tables[protocol] = replace(page_table(part, without=("protocol",)), caption=whole.title)
     return tables
 
 

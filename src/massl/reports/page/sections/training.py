@@ -6,10 +6,9 @@ from markupsafe import Markup
 
 from massl.reports.comparison.tables import cautions, device_word, equal_cost, minutes_text
 from massl.reports.page.charts import static_chart
-from massl.reports.page.section import Section
 from massl.reports.page.series import charts_of, default_axis, plain
 from massl.reports.page.tables import MISSING, Cell, Line, PageTable, table_markup
-from massl.reports.page.templates import rendered
+from massl.reports.page.templates import Section, rendered
 from massl.reports.runs import Run
 
 _OPTIONAL = frozenset({"raw pixels, %", "peak GiB"})  # columns that are left out where no run has a number

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from massl.config import MasslError
+from massl.evaluations.measurement import Setting
+from massl.evaluations.results import ResultRow
 from massl.methods import METHODS
 from massl.reports.page.sections.public import belongs, departures, tables_with_ours
 from massl.reports.page.sections.results import results_section, tables_by_protocol
@@ -42,7 +44,7 @@ def public_table(name: str) -> PublicTable:
     return next(table for table in public_tables() if table.name == name)
 
 
-def row(protocol: str, setting: str, value: float, **changes: Any) -> dict[str, Any]:
+def row(protocol: str, setting: str, value: float, **changes: Any) -> ResultRow:
     shared = {
         "data": "ImageNet",
         "metric": "top1",
@@ -50,16 +52,13 @@ def row(protocol: str, setting: str, value: float, **changes: Any) -> dict[str, 
         "seconds": 3.0,
         "weights": "w",
         "model": "runs/a",
-    }
-    return {
-        "protocol": protocol,
-        "setting": setting,
-        "value": value,
         "architecture": "ViT-S/16",
         "precision": "fp32",
-        **shared,
-        **changes,
+        "run": "r",
+        "train": "",
+        "images": "i",
     }
+    return ResultRow(protocol=protocol, setting=Setting.parse(setting), value=value, **{**shared, **changes})
 
 
 def run_of(make_run: MakeRun, name: str = "ours", **changes: Any) -> Run:

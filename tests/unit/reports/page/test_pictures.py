@@ -7,19 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from massl.reports.page.sections.figures import (
+from massl.reports.page.pictures import (
     SHAPES,
     EmbeddingMap,
     PagePicture,
     map_markup,
     pairs_markup,
     panels_markup,
-    script_text,
     sentence_markup,
     sheet_markup,
     sprites_markup,
-    style_text,
 )
+from massl.reports.page.templates import asset
 from massl.reports.pictures.embedding_map import MAX_CLASSES
 from massl.reports.pictures.sprites import SpriteSheet
 
@@ -74,7 +73,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def colours_of(scheme: str) -> dict[str, str]:
-    found = re.findall(r"--(fig-[\w-]+): light-dark\((#\w{6}), (#\w{6})\)", style_text())
+    found = re.findall(r"--(fig-[\w-]+): light-dark\((#\w{6}), (#\w{6})\)", asset("figures_pictures.css"))
     return {name: light if scheme == "light" else dark for name, light, dark in found}
 
 
@@ -145,6 +144,6 @@ def test_only_several_runs_have_a_selector() -> None:
 
 
 def test_style_and_script_do_not_end_early_and_ask_for_nothing_outside() -> None:
-    for text in (style_text(), script_text()):
+    for text in (asset("figures_pictures.css"), asset("figures_pictures.js")):
         assert "</" not in text
         assert "http" not in text
