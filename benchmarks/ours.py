@@ -186,8 +186,8 @@ def nearest(queries: Tensor, database: Tensor, num_neighbours: int) -> tuple[Ten
 
 
 DECODERS: tuple[Literal["cpu", "gpu"], ...] = ("cpu", "gpu")  # data.decoder
-WorkerKind = Literal["threads", "processes", "dataloader", "dataloader-batches"]
-WORKER_KINDS: tuple[WorkerKind, ...] = ("threads", "processes", "dataloader", "dataloader-batches")
+WorkerKind = Literal["threads", "processes"]
+WORKER_KINDS: tuple[WorkerKind, ...] = ("threads", "processes")
 OpenLoader = AbstractContextManager[Callable[[int], ImageBatch]]
 
 

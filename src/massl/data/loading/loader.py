@@ -5,9 +5,8 @@ lock limits them to about 8 busy cores; with more cores, processes decode photog
 the step alone: the kind and number of workers, the cache and a restart do not change it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from massl.data.loading.cache import ImageCache
-from massl.data.loading.dataloader_workers import DataLoaderWorkers
 from massl.data.loading.gpu_decode import JpegDecoder
 from massl.data.loading.image_reader import ImageReader, ReadabilityRecord, ReadResult, Tried, label_number
 from massl.data.loading.packing import pack, pack_equal, side_stream
@@ -73,7 +71,7 @@ class Loader:
         order_at: Callable[[int], Tensor],
         seed: int,
         num_workers: int,
-        worker_kind: Literal["threads", "processes", "dataloader", "dataloader-batches"] = "threads",
+        worker_kind: Literal["threads", "processes"] = "threads",
         max_side: int,
         prefetch_steps: int = 3,
         device: torch.device | None = None,
@@ -95,19 +93,13 @@ class Loader:
         self._pin = torch.cuda.is_available() and (device is None or device.type == "cuda")
         self._pending: dict[int, Future[tuple[ImageBatch | None, Tried]]] = {}
         self._num_workers = num_workers
-        self._threads, self._processes, self._dataloader = None, None, None
-        # arrays in memory need no decoding
-        if num_workers > 0 and worker_kind == "processes" and source.pixels is None:
+        self._threads, self._processes = None, None
+        if num_workers > 0 and worker_kind == "processes" and source.pixels is None:  # arrays need no decoding
             assert batch_decoder is None
             self._processes = WorkerProcesses(
-                source, self._reader, num_workers=num_workers, chunk_size=CHUNK_SIZE, seed=seed, max_side=max_side
-            )
-        elif num_workers > 0 and worker_kind.startswith("dataloader") and source.pixels is None:
-            self._dataloader = DataLoaderWorkers(
                 source,
                 order_at=order_at,
                 num_workers=num_workers,
-                chunk_size=32 if worker_kind == "dataloader" else None,
                 prefetch_steps=prefetch_steps + 1,
                 seed=seed,
                 max_side=max_side,
@@ -118,7 +110,7 @@ class Loader:
         # Pinning memory from a new thread would open a context on GPU 0, so these threads select this thread's GPU.
         select_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if self._pin else None
         # Batches wait for the workers in their own threads: inside the workers' pool they could fill it with waiters.
-        num_assemblers = 1 if self._dataloader is not None else prefetch_steps + 1
+        num_assemblers = 1 if self._processes is not None else prefetch_steps + 1
         self._assemblers = ThreadPoolExecutor(num_assemblers, thread_name_prefix="massl-batch", initializer=select_gpu)
 
     def at(self, step: int) -> ImageBatch:
@@ -162,25 +154,18 @@ class Loader:
                 images = pack_equal(array[indices.numpy()], device=self._device, pin=self._pin)
                 labels = [label_number(self._source.label_of(index)) for index in indices.tolist()]
                 return ImageBatch(images=images, indices=indices, labels=torch.tensor(labels)), {}
-            with self._read(step, indices.tolist()) as results:
-                loaded = [image for image, _ in results if image is not None]
-                if len(loaded) == len(indices):
-                    pixels = [image.pixels for image in loaded if isinstance(image.pixels, Tensor)]
-                    images = pack(pixels, device=self._device, pin=self._pin)
-                    labels = [image.label for image in loaded]
-                    batch = ImageBatch(images=images, indices=indices, labels=torch.tensor(labels))
+            results = self._read(step, indices.tolist())
+            loaded = [image for image, _ in results if image is not None]
+            if len(loaded) == len(indices):
+                pixels = [image.pixels for image in loaded if isinstance(image.pixels, Tensor)]
+                images = pack(pixels, device=self._device, pin=self._pin)
+                labels = [image.label for image in loaded]
+                batch = ImageBatch(images=images, indices=indices, labels=torch.tensor(labels))
         return batch, {index: reason for _, tried in results for index, reason in tried.items()}
 
-    @contextmanager
-    def _read(self, step: int, indices: list[int]) -> Iterator[list[ReadResult]]:
-        """The images from whichever workers there are; valid only inside the `with`."""
+    def _read(self, step: int, indices: list[int]) -> list[ReadResult]:
         if self._processes is not None:
-            with self._processes.read(indices) as results:
-                yield results
-            return
-        if self._dataloader is not None:
-            yield self._dataloader.read(step, indices)
-            return
+            return self._processes.read(step, indices)
 
         def read_chunk(chunk: list[int]) -> list[ReadResult]:
             return [self._reader.read_or_replace(index) for index in chunk]
@@ -188,7 +173,7 @@ class Loader:
         chunks = [indices[start : start + CHUNK_SIZE] for start in range(0, len(indices), CHUNK_SIZE)]
         done = map(read_chunk, chunks) if self._threads is None else self._threads.map(read_chunk, chunks)
         results = [result for chunk_results in done for result in chunk_results]
-        yield results if self._batch_decoder is None else self._reader.decode_files(indices, results)
+        return results if self._batch_decoder is None else self._reader.decode_files(indices, results)
 
     def image_keys(self, indices: Tensor) -> list[str]:
         return [self._source.key_of(index) for index in indices.tolist()]
@@ -198,9 +183,7 @@ class Loader:
         self._assemblers.shutdown(wait=False, cancel_futures=True)
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
+        self._assemblers.shutdown()
         if self._processes is not None:
             self._processes.close()
-        self._assemblers.shutdown()
-        if self._dataloader is not None:
-            self._dataloader.close()
         self._pending.clear()  # batches, and errors whose tracebacks hold images in shared memory
