@@ -1,4 +1,4 @@
-"""Any timm model as a backbone: images in, one feature vector per image (and patch tokens, for transformers) out."""
+"""Any timm model as a backbone: one feature vector per image, and patch tokens for transformers."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +18,7 @@ from massl.nn.drop_path import KeyedDropPath, draw_scales, keep_probabilities, r
 from massl.nn.positions import FirstAxis, fix_positions, model_positions
 from massl.nn.stems import use_small_image_stem
 from massl.nn.transformer.plain import (
+    KernelOptions,
     class_token_of_last_block,
     embed_patches,
     has_plain_attention,
@@ -27,28 +28,20 @@ from massl.nn.transformer.plain import (
 
 
 class BackboneSettings(Settings):
-    name: str = Field(
-        default="vit_small_patch16_224", description="a timm model name, e.g. vit_small_patch16_224 or resnet50"
-    )
-    image_size: int | None = Field(
-        default=None, gt=0, description="side of the position grid in pixels (ViTs); default: the model's own"
-    )
-    patch_size: int | None = Field(
-        default=None, gt=0, description="patch side in pixels (ViTs); default: the model's own"
-    )
+    name: str = Field("vit_small_patch16_224", description="timm model name, e.g. vit_small_patch16_224 or resnet50")
+    image_size: int | None = Field(None, gt=0, description="image side in pixels (ViTs); default: the model's own")
+    patch_size: int | None = Field(None, gt=0, description="patch side in pixels (ViTs); default: the model's own")
     stem: Literal["", "small"] = Field(
-        default="", description="small: first layers of a ResNet for 32-px images, 3 x 3 without halving"
+        "", description="small: 3 x 3 stem without downsampling, ResNets on 32-px images"
     )
-    drop_path_rate: float = Field(
-        default=0.1, ge=0.0, lt=1.0, description="stochastic depth of the student, rising linearly over depth"
-    )
+    drop_path_rate: float = Field(0.1, ge=0.0, lt=1.0, description="student's stochastic depth, rising over depth")
     timm_options: dict[str, int | float | bool | str] = Field(
         default_factory=dict,
         description="further timm.create_model arguments in a YAML recipe, e.g. {depth: 6, embed_dim: 192}",
     )
 
     def timm_arguments(self) -> dict[str, Any]:
-        """What `create_timm_model` needs to build this backbone, without weights or classifier."""
+        """The arguments of `create_timm_model` for this backbone, without weights or classifier."""
         choices = {"img_size": self.image_size, "patch_size": self.patch_size, "stem": self.stem or None}
         given = {key: value for key, value in choices.items() if value is not None}
         return {"model_name": self.name, "num_classes": 0, **given, **self.timm_options}
@@ -56,15 +49,15 @@ class BackboneSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    pooled: Tensor  # [B, D]: the CLS token after the final norm, or a network's pooled features
-    patches: Tensor | None  # [B, N, D] after the final norm; None where there are no patch tokens
+    pooled: Tensor  # [B, D]: the class token after the final norm, or a network's pooled features
+    patches: Tensor | None  # [B, N, D] after the final norm; None if the network has no patch tokens
 
 
 class Backbone(nn.Module):
-    """Wraps a timm model without changing it: `backbone.model` is the plain timm module, state dict and all.
+    """Wraps a timm model: `backbone.model` is the plain timm module with its own state dict.
 
-    Vision transformers take images of any size: position embeddings are resampled as DINO does, and pixels beyond the
-    last whole patch are left out. Other networks give their pooled features.
+    Vision transformers accept images of any size: position embeddings are resampled as in DINO, and pixels beyond the
+    last whole patch are ignored. Other networks return their pooled features.
     """
 
     keep: Tensor  # [num_drop_paths] probability that a residual branch is kept
@@ -73,8 +66,9 @@ class Backbone(nn.Module):
         super().__init__()
         refuse_unknown_transformer(model)
         self.model = model
-        self.timm_arguments = dict(timm_arguments)  # what builds an empty copy of the model
-        self.dim = int(model.head_hidden_size)  # type: ignore[arg-type]  # of features before a classifier; num_features may be another
+        self.timm_arguments = dict(timm_arguments)  # these build an empty copy of the model
+        # of the features before a classifier; num_features may differ
+        self.dim = int(model.head_hidden_size)  # type: ignore[arg-type]
         self.activation_checkpointing = False
         self.fused_kernels = False
         self.float32_stream = False
@@ -84,31 +78,21 @@ class Backbone(nn.Module):
         self._class_token_of_last_block = class_token_of_last_block
 
     def forward(self, images: Tensor, sample_keys: Tensor | None = None) -> Tokens:  # [B, 3, H, W], [B] int64
-        """Features of the images. `sample_keys` switches stochastic depth on and decides its coin flips."""
+        """Features of the images; `sample_keys` turns stochastic depth on and decides its random choices."""
         scales = self._scales(sample_keys)
         if not isinstance(self.model, VisionTransformer):
             return Tokens(pooled=self._pooled(images, scales), patches=None)
         return self._tokens(embed_images(self.model, images), scales)
 
-    def pooled(
-        self, view_groups: list[Tensor], sample_keys: Tensor | None = None
-    ) -> Tensor:  # groups of [R_i, 3, H_i, W_i] -> [sum R_i, D]
-        """`forward(...).pooled` of views of several sizes, without the work that only the patch tokens of the last
-        block would need.
-        """
+    # groups of [R_i, 3, H_i, W_i] -> [sum R_i, D]
+    def pooled(self, view_groups: list[Tensor], sample_keys: Tensor | None = None) -> Tensor:
+        """`forward(...).pooled` of views of several sizes, without computing the last block's patch tokens."""
         scales = self._scales(sample_keys)
-        dtype = self._dtype_of_kernels(view_groups[0])
-        if dtype is not None:
-            from massl.nn.transformer.fused import class_features  # needs Triton, which only platforms with CUDA have
+        options = self._kernel_options(view_groups[0])
+        if options is not None:
+            from massl.nn.transformer.fused import class_features  # needs Triton, which requires CUDA
 
-            return class_features(
-                self._transformer(),
-                view_groups,
-                scales,
-                dtype=dtype,
-                stream_dtype=self._stream_dtype(dtype),
-                memory_lean=self.activation_checkpointing,
-            )
+            return class_features(self._transformer(), view_groups, scales, options)
         parts = _split_scales(scales, view_groups)
         return torch.cat([self._pooled(group, part) for group, part in zip(view_groups, parts, strict=True)])
 
@@ -119,61 +103,45 @@ class Backbone(nn.Module):
         *,
         masks: Tensor | None = None,
         mask_token: Tensor | None = None,
-    ) -> tuple[
-        Tensor, Tensor
-    ]:  # groups of [R_i, 3, H_i, W_i], [sum R_i], [R_0, N] bool, [D] -> [sum R_i, D], [R_0, N, D]
+    ) -> tuple[Tensor, Tensor]:
         """`pooled` of all views, and the patch tokens of the first group after the final norm.
 
-        Where `masks` is true, the embedded patch is replaced by `mask_token` before positions are added (BEiT, iBOT);
-        only views of the first group are masked.
+        Groups of [R_i, 3, H_i, W_i], [sum R_i], [R_0, N] bool, [D] -> [sum R_i, D], [R_0, N, D]. Where `masks` is true,
+        `mask_token` replaces the embedded patch before positions are added (BEiT, iBOT); only the first group is
+        masked.
         """
         assert (masks is None) == (mask_token is None)
         model, scales = self._transformer(), self._scales(sample_keys)
-        dtype = self._dtype_of_kernels(view_groups[0])
-        if dtype is not None:
+        options = self._kernel_options(view_groups[0])
+        if options is not None:
             from massl.nn.transformer.fused import class_and_patch_features
 
-            return class_and_patch_features(
-                model,
-                view_groups,
-                scales,
-                masks=masks,
-                mask_token=mask_token,
-                dtype=dtype,
-                stream_dtype=self._stream_dtype(dtype),
-                memory_lean=self.activation_checkpointing,
-            )
+            return class_and_patch_features(model, view_groups, scales, options, masks=masks, mask_token=mask_token)
         parts = _split_scales(scales, view_groups)
         first = self._tokens(embed_images(model, view_groups[0], masks, mask_token), parts[0])
         further = [self._pooled(group, part) for group, part in zip(view_groups[1:], parts[1:], strict=True)]
         assert first.patches is not None
         return torch.cat([first.pooled, *further]), first.patches
 
-    def visible(
-        self, images: Tensor, kept: Tensor, sample_keys: Tensor | None = None
-    ) -> Tensor:  # [R, 3, H, W], [R, n] int64, [R] -> [R, prefix + n, D]
-        """MAE's encoder (He et al., 2022): tokens after the final norm, of the patches with the numbers in `kept`
-        alone.
+    # [R, 3, H, W], [R, n] int64, [R] -> [R, prefix + n, D]
+    def visible(self, images: Tensor, kept: Tensor, sample_keys: Tensor | None = None) -> Tensor:
+        """MAE's encoder (He et al., 2022): tokens after the final norm, only for the patches indexed by `kept`.
 
-        In front of them the class token and registers, where there are any; the patches come in the order of `kept`.
+        The class token and registers, if any, come first; the patches follow in the order of `kept`.
         """
         model, scales = self._transformer(), self._scales(sample_keys)
-        dtype = self._dtype_of_kernels(images)
-        if dtype is not None:
+        options = self._kernel_options(images)
+        if options is not None:
             from massl.nn.transformer.fused import visible_features
 
-            return visible_features(
-                model,
-                images,
-                kept,
-                scales,
-                dtype=dtype,
-                stream_dtype=self._stream_dtype(dtype),
-                memory_lean=self.activation_checkpointing,
-            )
+            return visible_features(model, images, kept, scales, options)
         prefix, patches = torch.tensor_split(embed_images(model, images), [model.num_prefix_tokens], dim=1)
         chosen = patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[2]))
         return model.norm(self._through_blocks(torch.cat([prefix, chosen], dim=1), model.blocks, scales))  # type: ignore[no-any-return]
+
+    @property
+    def model_name(self) -> str:
+        return str(self.timm_arguments["model_name"])
 
     @property
     def patch_size(self) -> int:
@@ -181,37 +149,35 @@ class Backbone(nn.Module):
         return int(self._transformer().patch_embed.patch_size[0])
 
     def grid(self, image_size: int) -> tuple[int, int]:
-        """Patches per side, down and across, of square images of this size in pixels."""
+        """Rows and columns of patches of a square image with this side in pixels."""
         return image_size // self.patch_size, image_size // self.patch_size
 
     def fix_positions(self, *, first_axis: FirstAxis) -> None:
-        """Sines and cosines that are not trained in place of learned positions: "rows" first as in MoCo-v3, or
-        "columns" as in MAE.
-        """
+        """Replace learned positions by fixed sines and cosines: "rows" first as in MoCo-v3, "columns" as in MAE."""
         fix_positions(self._transformer(), first_axis=first_axis)
 
     def _transformer(self) -> VisionTransformer:
         if not isinstance(self.model, VisionTransformer):
-            name = self.timm_arguments["model_name"]
-            raise RecipeError(f"this needs a vision transformer, and {name} is none; choose e.g. vit_small_patch16_224")
+            name = self.model_name
+            raise RecipeError(f"this needs a vision transformer, not {name}; choose e.g. vit_small_patch16_224")
         return self.model
 
+    def _kernel_options(self, images: Tensor) -> KernelOptions | None:
+        """How the fused kernels compute these images; None: by the plain path."""
+        dtype = self._dtype_of_kernels(images)
+        if dtype is None:
+            return None
+        return KernelOptions(dtype, torch.float32 if self.float32_stream else dtype, self.activation_checkpointing)
+
     def _dtype_of_kernels(self, images: Tensor) -> torch.dtype | None:
-        """The precision in which fused kernels compute this step; None where the plain path is taken."""
         if not (self.fused_kernels and images.is_cuda and torch.is_autocast_enabled("cuda")):
             return None
         dtype = torch.get_autocast_dtype("cuda")
         return None if dtype == torch.float32 else dtype
 
-    def _stream_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32 if self.float32_stream else dtype
-
     def _tokens(self, embedded: Tensor, scales: Tensor | None) -> Tokens:  # [B, prefix + N, D]
         model = self._transformer()
-        tokens = model.norm(self._through_blocks(embedded, model.blocks, scales))
-        num_prefix = model.num_prefix_tokens
-        pooled = tokens[:, 0] if model.cls_token is not None else tokens[:, num_prefix:].mean(dim=1)
-        return Tokens(pooled=model.fc_norm(pooled), patches=tokens[:, num_prefix:])
+        return normed_tokens(model, self._through_blocks(embedded, model.blocks, scales))
 
     def _pooled(self, images: Tensor, scales: Tensor | None) -> Tensor:  # [B, 3, H, W] -> [B, D]
         model = self.model
@@ -225,19 +191,17 @@ class Backbone(nn.Module):
         return model.fc_norm(model.norm(self._class_token_of_last_block(model.blocks[-1], tokens))[:, 0])  # type: ignore[no-any-return]
 
     def _through_blocks(self, tokens: Tensor, blocks: Iterable[nn.Module], scales: Tensor | None) -> Tensor:
+        run = self._run_block
         for block in blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                # No random state: nothing here draws from it (dropout is refused), and it cannot be read while a CUDA
-                # graph is recorded.
-                tokens = checkpoint(
-                    self._run_block, block, tokens, scales, use_reentrant=False, preserve_rng_state=False
-                )
+                # no random state: nothing here uses it (dropout is refused), and a CUDA graph cannot read it
+                tokens = checkpoint(run, block, tokens, scales, use_reentrant=False, preserve_rng_state=False)
             else:
-                tokens = self._run_block(block, tokens, scales)
+                tokens = run(block, tokens, scales)
         return tokens
 
     def _run_block(self, block: nn.Module, tokens: Tensor, scales: Tensor | None) -> Tensor:
-        # Inside the checkpointed function, so that the recomputation in the backward pass sees the same coin flips.
+        # inside the checkpointed function, so that recomputation in the backward pass uses the same scales
         self._set_scales(block, scales)
         return block(tokens)  # type: ignore[no-any-return]
 
@@ -250,10 +214,9 @@ class Backbone(nn.Module):
                 module.scales = None if scales is None else scales[module.layer]
 
     def use_fused_kernels(self, *, float32_stream: bool = False) -> str | None:
-        """Compute what training reads by fused kernels where it runs in 16 bits on a GPU; returns what prevents it, in
-        words, or None.
+        """Train with fused kernels when running in 16 bits on a GPU; returns the reason if this is impossible.
 
-        `float32_stream` keeps the sums of the residual stream in float32, as autocast does.
+        `float32_stream` keeps the residual stream in float32, as autocast does.
         """
         reason = why_not_fused(self.model)
         self.float32_stream = float32_stream
@@ -261,9 +224,7 @@ class Backbone(nn.Module):
         return reason
 
     def use_channels_last(self) -> None:
-        """Keep the channels of a pixel side by side, as the GPU's convolutions want them; not for transformers, which
-        have one.
-        """
+        """Use the channels-last layout, which is faster for convolutions on a GPU; not for transformers."""
         assert not isinstance(self.model, VisionTransformer)
         self._layout = torch.channels_last
         self.model.to(memory_format=torch.channels_last)
@@ -277,33 +238,33 @@ class Backbone(nn.Module):
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Recompute each transformer block in the backward pass instead of keeping its activations."""
         if enabled and not isinstance(self.model, VisionTransformer):
-            raise RecipeError(
-                "activation checkpointing is available for vision transformers; set trainer.activation_checkpointing to false"
-            )
+            raise RecipeError("trainer.activation_checkpointing needs a vision transformer; set it to false")
         if enabled and any(isinstance(part, nn.Dropout) and part.p > 0.0 for part in self.model.modules()):
             raise RecipeError(
-                "activation checkpointing would draw another dropout mask in the backward pass; set the dropout rates in "
-                "backbone.timm_options to 0 or trainer.activation_checkpointing to false"
+                "trainer.activation_checkpointing would draw another dropout mask in the backward pass; set it to "
+                "false, or the dropout rates in backbone.timm_options to 0"
             )
         self.activation_checkpointing = enabled
 
 
 # [num_drop_paths, sum R_i]
 def _split_scales(scales: Tensor | None, view_groups: list[Tensor]) -> Sequence[Tensor | None]:
-    return (
-        [None] * len(view_groups)
-        if scales is None
-        else torch.split(scales, [len(group) for group in view_groups], dim=1)
-    )
+    if scales is None:
+        return [None] * len(view_groups)
+    return torch.split(scales, [len(group) for group in view_groups], dim=1)
+
+
+def normed_tokens(model: VisionTransformer, tokens: Tensor) -> Tokens:  # [B, prefix + N, D] after the blocks
+    normed = model.norm(tokens)
+    num_prefix = model.num_prefix_tokens
+    pooled = normed[:, 0] if model.cls_token is not None else normed[:, num_prefix:].mean(dim=1)
+    return Tokens(pooled=model.fc_norm(pooled), patches=normed[:, num_prefix:])
 
 
 def embed_images(
     model: VisionTransformer, images: Tensor, masks: Tensor | None = None, mask_token: Tensor | None = None
 ) -> Tensor:  # [B, 3, H, W], [B, patches] bool, [D] -> [B, prefix + patches, D]
-    """What enters the first block; images may have any size, pixels beyond the last whole patch are left out.
-
-    Where `masks` is true, `mask_token` stands in for the embedded patch.
-    """
+    """The input of the first block; where `masks` is true, `mask_token` replaces the embedded patch."""
     grid = model.patch_embed.proj(images)
     patches = model.patch_embed.norm(grid.flatten(2).transpose(1, 2))
     if masks is not None:
@@ -313,7 +274,7 @@ def embed_images(
 
 
 def build_backbone(settings: BackboneSettings, *, seed: int, drop_path_rate: float = 0.0) -> Backbone:
-    """A freshly initialised backbone: the same weights for the same seed, whatever was drawn before."""
+    """A newly initialised backbone; its weights depend on the seed alone."""
     model = create_timm_model(settings.timm_arguments(), drop_path_rate=drop_path_rate, seed=seed)
     if isinstance(model, VisionTransformer) and model.cls_token is not None:
         with torch.random.fork_rng(devices=[]):
@@ -323,17 +284,14 @@ def build_backbone(settings: BackboneSettings, *, seed: int, drop_path_rate: flo
 
 
 def create_timm_model(arguments: Mapping[str, Any], *, drop_path_rate: float = 0.0, seed: int = 0) -> nn.Module:
-    """timm.create_model with errors that say what to type instead, and the one argument that timm does not have,
-    `stem`.
-    """
+    """timm.create_model with helpful errors and one more argument, `stem`."""
     options = {key: value for key, value in arguments.items() if key not in ("model_name", "stem")}
     if drop_path_rate > 0.0:
         options["drop_path_rate"] = drop_path_rate
     name = arguments["model_name"]
     if not timm.is_model(name):
-        raise RecipeError(
-            f"timm has no model {name!r}.{closest(name, timm.list_models())} `timm.list_models()` lists them all."
-        )
+        suggestion = closest(name, timm.list_models())
+        raise RecipeError(f"timm has no model {name!r}.{suggestion} `timm.list_models()` lists them all.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(keyed_random.seed_from(seed, "backbone"))
         try:

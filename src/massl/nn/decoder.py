@@ -1,4 +1,4 @@
-"""The decoder of a masked autoencoder: from the tokens of visible patches to the pixels of all (He et al., CVPR 2022)."""
+"""The decoder of a masked autoencoder: predicts all patches from the visible ones (He et al., CVPR 2022)."""
 
 import functools
 
@@ -10,22 +10,19 @@ from torch.utils.checkpoint import checkpoint
 
 from massl.config import RecipeError, Settings
 from massl.nn.positions import resample_positions, sine_cosine_positions
-from massl.nn.transformer.plain import PlainBlock
-
-_FUSED_HEAD_DIMS = (16, 32, 64)  # dimensions of an attention head that the kernels know
+from massl.nn.transformer.plain import FUSED_HEAD_DIMS, KernelOptions
 
 
 class DecoderSettings(Settings):
     dim: int = Field(default=512, gt=0, description="width of the decoder's tokens")
     depth: int = Field(default=8, gt=0, description="transformer blocks of the decoder")
-    num_heads: int = Field(default=16, gt=0, description="attention heads of each")
+    num_heads: int = Field(default=16, gt=0, description="attention heads per block")
 
 
 class PatchDecoder(nn.Module):
-    """A small transformer over all places of the grid: visible patches bring their token, hidden ones a learned mask
-    token.
+    """A small transformer over the whole grid: tokens of visible patches, a learned mask token for hidden ones.
 
-    It is not needed after training. Its position embeddings are fixed sines and cosines, as those of MAE's encoder are.
+    It is not needed after training. Its position embeddings are fixed sines and cosines, like those of MAE's encoder.
     """
 
     positions: Tensor  # [1, N, dim]
@@ -34,15 +31,14 @@ class PatchDecoder(nn.Module):
         super().__init__()
         if settings.dim % settings.num_heads or settings.dim % 4:
             raise RecipeError(
-                f"method.decoder.dim {settings.dim} must be a multiple of 4, for its position embeddings, and of "
+                f"method.decoder.dim {settings.dim} must be a multiple of 4 (for position embeddings) and of "
                 f"method.decoder.num_heads ({settings.num_heads})"
             )
         norm = functools.partial(nn.LayerNorm, eps=1e-6)
         self.embed = nn.Linear(in_dim, settings.dim)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, settings.dim))
-        blocks = [
-            Block(settings.dim, settings.num_heads, qkv_bias=True, norm_layer=norm) for _ in range(settings.depth)
-        ]  # type: ignore[arg-type]
+        dim, heads = settings.dim, settings.num_heads
+        blocks = (Block(dim, heads, qkv_bias=True, norm_layer=norm) for _ in range(settings.depth))  # type: ignore[arg-type]
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm(settings.dim)
         self.predict = nn.Linear(settings.dim, out_dim)
@@ -61,24 +57,18 @@ class PatchDecoder(nn.Module):
         fused_kernels: bool = False,
         float32_stream: bool = False,
     ) -> Tensor:  # [R, prefix + n, in_dim], [R, n] int64 -> [R, N, out_dim]
-        """Predictions for all N places of the grid. The visible patches come in the order of `kept`, after class and
-        register tokens.
+        """Predictions for all N patches. `tokens`: class and register tokens, then visible patches in `kept` order.
 
-        `fused_kernels`: by hand-written kernels where it runs in 16 bits on a GPU, with the residual stream in 32 bits
-        if asked for.
+        `fused_kernels` and `float32_stream` are as in Backbone.use_fused_kernels.
         """
-        # float32, as the sum with the positions is: the mask token is not rounded
+        # float32, like the sum with the positions: the mask token is not rounded
         prefix, visible = self.embed(tokens).float().tensor_split([tokens.shape[1] - kept.shape[1]], dim=1)
         positions = resample_positions(self.positions, *grid)
         places = self.mask_token.expand(len(kept), positions.shape[1], -1)
         restored = places.scatter(1, kept[..., None].expand(-1, -1, visible.shape[2]), visible)
         everything = torch.cat([prefix, restored + positions], dim=1)
-        if (
-            fused_kernels
-            and self._head_dim in _FUSED_HEAD_DIMS
-            and tokens.is_cuda
-            and torch.is_autocast_enabled("cuda")
-        ):
+        can_fuse = self._head_dim in FUSED_HEAD_DIMS and tokens.is_cuda and torch.is_autocast_enabled("cuda")
+        if fused_kernels and can_fuse:
             dtype = torch.get_autocast_dtype("cuda")
             decoded = self.fused(everything, dtype=dtype, stream_dtype=torch.float32 if float32_stream else dtype)
         else:
@@ -88,37 +78,21 @@ class PatchDecoder(nn.Module):
 
     # [R, T, dim] -> [R, T, dim] in `dtype`
     def fused(self, tokens: Tensor, *, dtype: torch.dtype, stream_dtype: torch.dtype) -> Tensor:
-        """Blocks and norm by kernels; `dtype` is that of the products."""
-        from massl.nn.transformer.fused import (  # these need Triton, which only platforms with CUDA have
-            operands_of,
-            weights_of,
-        )
+        """Blocks and norm by kernels; `dtype` is that of the matrix products."""
+        from massl.nn.transformer.fused import through_blocks  # needs Triton, which requires CUDA
         from massl.ops.kernels.attention import SequenceGroup
-        from massl.ops.kernels.fused_block import Stream, settle, transformer_block
+        from massl.ops.kernels.fused_block import Stream, settle
 
-        blocks: list[PlainBlock] = list(self.blocks)
-        groups = [SequenceGroup(*tokens.shape[:2])]
+        options = KernelOptions(dtype, stream_dtype, memory_lean=self.activation_checkpointing)
         stream = Stream(tokens.flatten(0, 1).to(stream_dtype))
-        for block, operands in zip(blocks, operands_of(blocks, dtype), strict=True):
-            stream = transformer_block(
-                stream,
-                weights_of(block),
-                operands,
-                attention_scale=None,
-                branch_scale=None,
-                groups=groups,
-                num_heads=block.attn.num_heads,
-                epsilons=(block.norm1.eps, block.norm2.eps),
-                memory_lean=self.activation_checkpointing,
-            )
-        return settle(stream, self.norm.weight, self.norm.bias, epsilon=self.norm.eps, dtype=dtype)[1].view(
-            tokens.shape
-        )
+        stream = through_blocks(list(self.blocks), stream, None, [SequenceGroup(*tokens.shape[:2])], options)
+        _, normed = settle(stream, self.norm.weight, self.norm.bias, epsilon=self.norm.eps, dtype=dtype)
+        return normed.view(tokens.shape)
 
     def _through_blocks(self, tokens: Tensor) -> Tensor:  # [R, T, dim]
         for block in self.blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                # nothing here draws random numbers
+                # no random state: nothing here draws random numbers
                 tokens = checkpoint(block, tokens, use_reentrant=False, preserve_rng_state=False)
             else:
                 tokens = block(tokens)

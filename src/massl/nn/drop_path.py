@@ -1,4 +1,4 @@
-"""Stochastic depth whose coin flips are handed in, so that they can be keyed by image, view and step."""
+"""Stochastic depth with given scales, so that they can be keyed by image, view and step."""
 
 import torch
 from timm.layers.drop import DropPath
@@ -8,15 +8,13 @@ from massl import keyed_random
 
 
 class KeyedDropPath(nn.Module):
-    """Multiplies each sample's residual branch by 0 or 1 / keep; `scales` is set before each forward pass of the
-    backbone.
-    """
+    """Multiplies each sample's residual branch by 0 or 1 / keep; set `scales` before each forward pass."""
 
     def __init__(self, drop_probability: float, *, layer: int) -> None:
         super().__init__()
         self.drop_probability = drop_probability
-        self.layer = layer  # its row of the scales drawn for the whole network
-        self.scales: Tensor | None = None  # [B]; None: the branch is kept as it is
+        self.layer = layer  # its row in the scales of the whole network
+        self.scales: Tensor | None = None  # [B]; None: the branch is unchanged
 
     def forward(self, branch: Tensor) -> Tensor:  # [B, ...]
         if self.scales is None:
@@ -25,7 +23,7 @@ class KeyedDropPath(nn.Module):
 
 
 def replace_drop_paths(model: nn.Module) -> list[KeyedDropPath]:
-    """Swap every timm DropPath of the model for a keyed one, in place; returns them in order."""
+    """Replace every timm DropPath of the model by a keyed one, in place; returns them in order."""
     replaced: list[KeyedDropPath] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):

@@ -1,4 +1,4 @@
-"""Backbone and head together: views in, embeddings out."""
+"""Backbone and head together: from views to embeddings."""
 
 from torch import Tensor, nn
 
@@ -13,20 +13,17 @@ class Encoder(nn.Module):
         self.backbone = backbone
         self.head = head
 
-    def forward(
-        self, view_groups: list[Tensor], sample_keys: Tensor | None = None
-    ) -> Tensor:  # groups of [V_i, B, 3, H_i, W_i], [sum V_i, B] -> [sum V_i, B, D]
-        """The backbone over views of all sizes, then the head once over all."""
+    # groups of [V_i, B, 3, H_i, W_i], [sum V_i, B] -> [sum V_i, B, D]
+    def forward(self, view_groups: list[Tensor], sample_keys: Tensor | None = None) -> Tensor:
+        """The backbone for each view size, then the head once for all views."""
         num_views, num_images = sum(group.shape[0] for group in view_groups), view_groups[0].shape[1]
-        features = self.backbone.pooled(
-            [group.flatten(0, 1) for group in view_groups], None if sample_keys is None else sample_keys.flatten()
-        )
-        embeddings: Tensor = self.head(features)
+        keys = None if sample_keys is None else sample_keys.flatten()
+        embeddings: Tensor = self.head(self.backbone.pooled([group.flatten(0, 1) for group in view_groups], keys))
         return embeddings.reshape(num_views, num_images, -1)
 
 
 class ViewwiseEncoder(nn.Module):
-    """A backbone and a head that takes the statistics of each view apart, as if it were called once for each."""
+    """A backbone and a head that computes its statistics for each view separately."""
 
     def __init__(self, backbone: Backbone, head: nn.Module) -> None:
         super().__init__()

@@ -16,13 +16,11 @@ _EPSILON = 1e-5  # torch's, and that of every method here
 
 
 class BatchNorm(nn.Module):
-    """Batch norm (Ioffe and Szegedy, 2015) by the statistics of the batch alone, each view of it apart, over all ranks
-    together.
+    """Batch norm (Ioffe and Szegedy, 2015) with batch statistics only, per view and over all ranks.
 
-    There are no running statistics: they would be read in evaluation only, and the heads that use this end with
-    training. So a forward pass changes nothing, and a teacher normalises by its own batch too, as MoCo-v3's does. Where
-    a batch is spread over ranks the result and its gradients are those of one process with all of it, as in torch's
-    SyncBatchNorm.
+    There are no running statistics: only evaluation would read them, and heads are not used after training. So a
+    forward pass changes nothing, and a teacher uses its own batch too, as in MoCo-v3. A batch spread over ranks gives
+    the result and gradients of one process with the whole batch, as torch's SyncBatchNorm does.
     """
 
     def __init__(self, dim: int, *, scale: bool = True, shift: bool = True) -> None:
@@ -31,17 +29,13 @@ class BatchNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim)) if shift else None
 
     def forward(self, rows: Tensor) -> Tensor:  # [..., N, D] -> the same, float32
-        """Zero mean and unit variance over the N rows (of all ranks), for each leading index on its own; then weight
-        and bias, if any.
-        """
+        """Normalise over the N rows of all ranks, separately for each leading index; then weight and bias, if any."""
         num_rows = rows.shape[-2] * distributed.world_size()
         if num_rows < 2:
-            raise RecipeError(
-                "batch norm compares the images of a batch and needs two at least: raise trainer.batch_size"
-            )
+            raise RecipeError("batch norm needs at least two images in a batch: raise trainer.batch_size")
         rows = rows.float()  # in bfloat16 the mean of 4096 rows has 3 digits
         mean = distributed.sum_over_ranks(rows.sum(dim=-2, keepdim=True)) / num_rows
-        # before squaring: mean of squares less square of mean would cancel where the mean is large
+        # subtract before squaring: mean of squares minus square of mean loses digits if the mean is large
         centred = rows - mean
         variance = distributed.sum_over_ranks(centred.square().sum(dim=-2, keepdim=True)) / num_rows
         normed = centred * torch.rsqrt(variance + _EPSILON)
@@ -52,7 +46,7 @@ class BatchNorm(nn.Module):
 class HeadSettings(Settings):
     num_layers: int = Field(default=3, ge=1, description="linear layers of the projection head")
     hidden_dim: int = Field(default=2048, gt=0, description="width of its hidden layers")
-    out_dim: int = Field(default=256, gt=0, description="dimension of the embedding that is compared with the memory")
+    out_dim: int = Field(default=256, gt=0, description="dimension of the embedding")
 
 
 class ProjectionHead(nn.Module):
@@ -70,15 +64,15 @@ class ProjectionHead(nn.Module):
         self.mlp = nn.Sequential(*layers[:-1])
 
     def forward(self, features: Tensor) -> Tensor:  # [B, in_dim] -> [B, out_dim] float32
-        # float32: unit length to 7 digits, whatever the precision of the layers
+        # float32: unit length to 7 digits in any precision of the layers
         return normalize(self.mlp(features).float(), dim=-1, eps=1e-6)
 
 
 class BatchNormHead(nn.Module):
     """MLP with batch norm and GELU after each layer but the last (DINO's head for convolutional networks).
 
-    The statistics are those of all rows together: of all views of both sizes, and of all processes. A layer has a bias
-    only where no batch norm would take it away again.
+    The statistics are over all rows: all views of both sizes and all processes. Layers before a batch norm have no
+    bias, because the norm would remove it.
     """
 
     def __init__(self, in_dim: int, settings: HeadSettings, *, unit_length: bool) -> None:
@@ -103,7 +97,7 @@ class BatchNormHead(nn.Module):
 class ProjectorSettings(Settings):
     num_layers: int = Field(default=3, ge=1, description="linear layers of the projector")
     hidden_dim: int = Field(default=4096, gt=0, description="width of its hidden layers")
-    out_dim: int = Field(default=256, gt=0, description="dimension of the embeddings that are compared")
+    out_dim: int = Field(default=256, gt=0, description="dimension of the embeddings")
 
 
 class PredictorSettings(Settings):
@@ -111,16 +105,15 @@ class PredictorSettings(Settings):
     hidden_dim: int = Field(default=4096, gt=0, description="width of its hidden layers")
 
 
-# what follows the last layer: batch norm with weights, without, or nothing
-LastNorm = Literal["scaled", "plain", "none"]
+LastNorm = Literal["scaled", "plain", "none"]  # after the last layer: batch norm with weight, without, or nothing
 
 
 class BatchNormMLP(nn.Module):
-    """Linear layers, batch norm and ReLU after each but the last, which `last_norm` follows.
+    """Linear layers with batch norm and ReLU after each but the last, which `last_norm` follows.
 
-    Nothing has a bias that a batch norm would take away again: not the layers before one, nor the last norm, whose
-    embeddings go to a predictor that begins so. Its gradient would be zero but for rounding, which AdamW scales up to
-    steps as long as any other's. Initial weights are torch's own, as in the official MoCo-v3.
+    No bias precedes a batch norm, which would remove it: neither in the layers nor in the last norm, whose embeddings
+    go to a predictor. Its gradient would be pure rounding error, which AdamW scales up to full steps. Initial weights
+    are torch's defaults, as in the official MoCo-v3.
     """
 
     def __init__(self, dims: Sequence[int], *, last_norm: LastNorm) -> None:
@@ -143,6 +136,5 @@ def build_projector(in_dim: int, settings: ProjectorSettings, *, last_norm: Last
 
 
 def build_predictor(dim: int, settings: PredictorSettings, *, last_norm: LastNorm) -> BatchNormMLP:
-    """From embeddings to embeddings."""
     hidden = [settings.hidden_dim] * (settings.num_layers - 1)
     return BatchNormMLP([dim, *hidden, dim], last_norm=last_norm)

@@ -1,4 +1,4 @@
-"""Position embeddings: at sizes other than the one they were made for, and the fixed ones of MoCo-v3 and MAE."""
+"""Position embeddings: resampling to other image sizes, and the fixed ones of MoCo-v3 and MAE."""
 
 import functools
 from typing import Literal
@@ -16,15 +16,13 @@ FirstAxis = Literal["rows", "columns"]
 @functools.lru_cache(maxsize=64)
 # -> [new_height * new_width, old_side ** 2]
 def _resampling_matrix(old_side: int, new_height: int, new_width: int) -> Tensor:
-    """Bicubic resampling by the scale factor (n_new + 0.1) / n_old per axis, no antialias: the rule of DINO, iBOT and
-    MaSSL.
+    """Bicubic resampling by (n_new + 0.1) / n_old per axis without antialias, as in DINO, iBOT and MaSSL.
 
     The extra 0.1 stretches the grid slightly; timm resamples to the exact size with antialias, which differs by 7 % at
-    96 px. Resampling is linear, so its matrix is what it makes of the identity. As a product it is deterministic on the
-    GPU, where interpolate's backward is not.
+    96 px. Resampling the identity gives the matrix. A matrix product is deterministic on the GPU, unlike the backward
+    pass of interpolate.
     """
-    # float32, as the authors resample: with coordinates in float64 the result is off from theirs by 4e-6 instead of
-    # 7e-7.
+    # float32 like the authors: float64 coordinates would differ from their result by 4e-6 instead of 7e-7
     with torch.inference_mode(False):
         identity = torch.eye(old_side * old_side).reshape(old_side * old_side, 1, old_side, old_side)
         scale = ((new_height + 0.1) / old_side, (new_width + 0.1) / old_side)
@@ -37,7 +35,7 @@ def _resampling_matrix(old_side: int, new_height: int, new_width: int) -> Tensor
 
 # [1, n * n, D] -> [1, new_height * new_width, D]
 def resample_positions(positions: Tensor, new_height: int, new_width: int) -> Tensor:
-    """Patch position embeddings of a square grid, resampled the DINO way; unchanged on the grid they were made for."""
+    """Position embeddings of a square grid of patches, resampled as in DINO; unchanged on their own grid."""
     side = round(positions.shape[1] ** 0.5)
     if side * side != positions.shape[1]:
         raise ValueError(f"{positions.shape[1]} position embeddings form no square grid")
@@ -46,17 +44,15 @@ def resample_positions(positions: Tensor, new_height: int, new_width: int) -> Te
     return _matrix_on(positions.device, positions.dtype, side, new_height, new_width) @ positions
 
 
-@functools.lru_cache(maxsize=64)  # on the device too: a copy from the host cannot be part of a CUDA graph
+@functools.lru_cache(maxsize=64)  # cached on the device: a CUDA graph cannot contain a copy from the host
 def _matrix_on(device: torch.device, dtype: torch.dtype, old_side: int, new_height: int, new_width: int) -> Tensor:
-    with torch.inference_mode(False):  # kept for later calls, which may want gradients
+    with torch.inference_mode(False):  # later calls may need gradients
         return _resampling_matrix(old_side, new_height, new_width).to(device=device, dtype=dtype)
 
 
 # -> [1, prefix + height * width, D]
 def model_positions(model: VisionTransformer, height: int, width: int) -> Tensor | None:
-    """The position embeddings a transformer adds to a grid of patches, those of its prefix tokens first; None where it
-    has none.
-    """
+    """Position embeddings of the prefix tokens and of a grid of patches; None if the model has none."""
     if model.pos_embed is None:
         return None
     num_prefix = 0 if model.no_embed_class else model.num_prefix_tokens
@@ -67,14 +63,13 @@ def model_positions(model: VisionTransformer, height: int, width: int) -> Tensor
 def sine_cosine_positions(
     dim: int, grid: tuple[int, int], *, first_axis: FirstAxis, temperature: float = 10_000.0
 ) -> Tensor:  # -> [1 + height * width, dim] float32
-    """Fixed position embeddings: a row of zeros for the class token, then sines and cosines of each patch's place.
+    """Fixed position embeddings: a row of zeros for the class token, then sines and cosines for each patch.
 
-    One half of the dimensions speaks of the patch's row, the other of its column: sin(p f_k), then cos(p f_k), with
-    frequencies f_k from 1 down to nearly 1 / temperature. MoCo-v3 (Chen et al., 2021) puts the half of the rows first,
-    MAE (He et al., 2022) that of the columns.
+    Half of the dimensions encode the patch's row, half its column: sin(p f_k), then cos(p f_k), with frequencies f_k
+    from 1 to nearly 1 / temperature. MoCo-v3 (Chen et al., 2021) puts rows first, MAE (He et al., 2022) columns.
     """
     if dim % 4:
-        raise ValueError(f"sines and cosines of two axes fill a multiple of 4 dimensions; got {dim}")
+        raise ValueError(f"sines and cosines of two axes need a multiple of 4 dimensions; got {dim}")
     frequencies = temperature ** -(torch.arange(dim // 4, dtype=torch.float64) / (dim // 4))
     height, width = grid
     rows = torch.arange(height, dtype=torch.float64).repeat_interleave(width)
@@ -87,16 +82,12 @@ def sine_cosine_positions(
 
 @torch.no_grad()
 def fix_positions(model: VisionTransformer, *, first_axis: FirstAxis) -> None:
-    """Replace a transformer's learned position embeddings by sines and cosines that are not trained."""
+    """Replace a transformer's learned position embeddings by fixed sines and cosines."""
     if model.pos_embed is None:
-        raise RecipeError(
-            "this vision transformer adds no position embeddings that could be fixed; choose e.g. vit_small_patch16_224"
-        )
+        raise RecipeError("this vision transformer has no position embeddings; choose e.g. vit_small_patch16_224")
     if model.embed_dim % 4:
-        raise RecipeError(
-            f"fixed position embeddings fill a multiple of 4 dimensions, and {model.embed_dim} is none; change embed_dim"
-        )
+        raise RecipeError(f"fixed position embeddings need embed_dim to be a multiple of 4; it is {model.embed_dim}")
     patches = sine_cosine_positions(model.embed_dim, model.patch_embed.grid_size, first_axis=first_axis)[1:]
-    model.pos_embed.zero_()  # registers have no place either
+    model.pos_embed.zero_()  # class and register tokens have no position
     model.pos_embed[:, -len(patches) :] = patches
     model.pos_embed.requires_grad_(False)

@@ -310,7 +310,7 @@ def test_a_network_without_patches_is_refused_in_words() -> None:
         head=HeadSettings(hidden_dim=16, out_dim=8), prototypes=SharedPrototypeSettings(num_prototypes=24)
     )
     method = IBOT(settings, BackboneSettings(name="resnet18", drop_path_rate=0.0), seed=0)
-    with pytest.raises(RecipeError, match="needs a vision transformer, and resnet18 is none"):
+    with pytest.raises(RecipeError, match="needs a vision transformer, not resnet18"):
         method(views(), HYPER)
 
 

@@ -145,12 +145,12 @@ def test_blocks_are_copies_that_a_later_enqueue_does_not_change(kind: str) -> No
 
 @pytest.mark.parametrize("block_size", [0, 7, -1])
 def test_blocks_that_do_not_fit_are_refused(block_size: int) -> None:
-    with pytest.raises(ValueError, match=f"blocks of {block_size} rows do not fit a memory of 6; choose 1 to 6"):
+    with pytest.raises(ValueError, match=f"blocks of {block_size} rows"):
         MemoryBank(6, 2).random_blocks(block_size, 0)
 
 
 def test_a_memory_without_rows_is_refused_and_so_are_settings_with_a_block_larger_than_the_memory() -> None:
     with pytest.raises(ValueError, match="at least one row"):
         MemoryBank(0, 4)
-    with pytest.raises(ValueError, match="a block of 32 rows does not fit a memory of 16"):
+    with pytest.raises(ValueError, match="block_size 32"):
         MemorySettings(num_rows=16, block_size=32)

@@ -40,13 +40,10 @@ def test_a_saved_description_builds_the_same_network() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vit_tiny_patch16_224", "is for ResNets .* and vit_tiny_patch16_224 is none"),
-        (
-            "resnet18d",
-            "replaces a single first convolution, and resnet18d has a deep stem of several; choose a ResNet without one",
-        ),
+        ("vit_tiny_patch16_224", "vit_tiny_patch16_224 is not a ResNet"),
+        ("resnet18d", "resnet18d has a deep stem"),
     ],
 )
 def test_other_networks_have_no_small_stem(name: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=f"backbone.stem small {message}"):
+    with pytest.raises(RecipeError, match=f"backbone.stem small .*{message}"):
         build_backbone(BackboneSettings(name=name, stem="small"), seed=0)

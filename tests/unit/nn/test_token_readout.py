@@ -117,9 +117,9 @@ def test_patches_and_class_tokens_are_known_and_asked_for_by_name() -> None:
     assert require_class_token(plain, purpose="a test") is plain.model
     with pytest.raises(UnsuitableModel, match="a test needs a class token, which vit_little"):
         require_class_token(gap, purpose="a test")
-    with pytest.raises(UnsuitableModel, match="vit_little_patch16_reg4_gap_256 has none"):
+    with pytest.raises(UnsuitableModel, match=r"class token.*vit_little_patch16_reg4_gap_256"):
         class_attention(gap, torch.zeros(1, 3, 32, 32))
-    with pytest.raises(UnsuitableModel, match="last 4 blocks of a transformer with 3"):
+    with pytest.raises(UnsuitableModel, match="4 of 3"):
         last_layers(plain, torch.zeros(1, 3, 32, 32), num_layers=4)
 
 
@@ -135,11 +135,9 @@ class _Network(nn.Module):
 def test_networks_without_patches_are_refused_with_advice() -> None:
     backbone = Backbone(_Network(), timm_arguments={"model_name": "resnet0"})
     assert patch_size(backbone) is None
-    with pytest.raises(
-        UnsuitableModel, match="a map needs patch tokens, which resnet0 does not have; choose a vision transformer"
-    ):
+    with pytest.raises(UnsuitableModel, match="a map needs patch tokens, which resnet0"):
         require_patches(backbone, purpose="a map")
-    with pytest.raises(UnsuitableModel, match="vision transformers only, and resnet0 is none"):
+    with pytest.raises(UnsuitableModel, match=r"last 2 blocks.*resnet0"):
         last_layers(backbone, torch.zeros(1, 3, 8, 8), num_layers=2)
     assert last_layers(backbone, torch.ones(1, 3, 8, 8), num_layers=1)[0].pooled.tolist() == [[1.0, 1.0, 1.0]]
 

@@ -1,8 +1,7 @@
-"""A plain vision transformer computed by fused kernels: features of views of several sizes, in one pass.
+"""A plain vision transformer computed by fused kernels: features of views of several sizes in one pass.
 
-The model stays timm's own, its parameters are read where they are. Tokens of all views lie one below the other, so that
-each matrix product of a block runs once for all of them. Where only its class token is wanted of a view, the last block
-is computed for it alone.
+The model and its parameters are timm's own. The tokens of all views are stacked, so each matrix product of a block runs
+once for all views. If only the class token of a view is needed, the last block is computed for it alone.
 """
 
 import torch
@@ -12,91 +11,71 @@ from torch.nn.functional import linear
 
 from massl.nn.drop_path import KeyedDropPath
 from massl.nn.positions import model_positions
-from massl.nn.transformer.plain import PlainBlock, embed_patches
+from massl.nn.transformer.plain import KernelOptions, PlainBlock, embed_patches
 from massl.ops.kernels.attention import SequenceGroup
 from massl.ops.kernels.fused_block import BlockWeights, Operands, Stream, attend_from_class, settle, transformer_block
 from massl.ops.kernels.tokens import cut_into_patches, pack_tokens
 
 
 def class_features(
-    model: VisionTransformer,
-    view_groups: list[Tensor],
-    scales: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    stream_dtype: torch.dtype,
-    memory_lean: bool,
+    model: VisionTransformer, view_groups: list[Tensor], scales: Tensor | None, options: KernelOptions
 ) -> Tensor:  # groups of [R_i, 3, H_i, W_i], [num_drop_paths, sum R_i] -> [sum R_i, D]
-    """The class token after the final norm of every view. `scales` are those of stochastic depth, one per layer and
-    view.
-
-    `dtype` is that of the products, `stream_dtype` that of the residual stream between blocks.
-    """
-    tokens, groups = packed_tokens(model, view_groups, dtype, stream_dtype)
+    """The class token of every view after the final norm; `scales` are the drop-path scales per layer and view."""
+    tokens, groups = packed_tokens(model, view_groups, options.dtype, options.stream_dtype)
     blocks: list[PlainBlock] = list(model.blocks)
-    stream = _through_blocks(blocks[:-1], Stream(tokens), scales, groups, dtype, memory_lean)
-    return model.norm(class_token_after_last_block(blocks[-1], stream, scales, groups, dtype))  # type: ignore[no-any-return]
+    stream = through_blocks(blocks[:-1], Stream(tokens), scales, groups, options)
+    return model.norm(class_token_after_last_block(blocks[-1], stream, scales, groups, options.dtype))  # type: ignore[no-any-return]
 
 
 def class_and_patch_features(
     model: VisionTransformer,
     view_groups: list[Tensor],
     scales: Tensor | None,
+    options: KernelOptions,
     *,
     masks: Tensor | None,
     mask_token: Tensor | None,
-    dtype: torch.dtype,
-    stream_dtype: torch.dtype,
-    memory_lean: bool,
 ) -> tuple[Tensor, Tensor]:  # as class_features, [R_0, N] bool, [D] -> [sum R_i, D] float32, [R_0, N, D] in `dtype`
-    """The class token of every view and the patch tokens of the first group, after the final norm; see
-    Backbone.class_and_patches.
-    """
-    tokens, groups = packed_tokens(model, view_groups, dtype, stream_dtype, masks=masks, mask_token=mask_token)
+    """The class token of every view and the patch tokens of the first group; see Backbone.class_and_patches."""
+    dtype = options.dtype
+    tokens, groups = packed_tokens(model, view_groups, dtype, options.stream_dtype, masks=masks, mask_token=mask_token)
     blocks: list[PlainBlock] = list(model.blocks)
-    stream = _through_blocks(blocks[:-1], Stream(tokens), scales, groups, dtype, memory_lean)
-    # The last block in full for the first group; of further ones, half the tokens with ten small views, the class token
-    # will do.
+    stream = through_blocks(blocks[:-1], Stream(tokens), scales, groups, options)
+    # The last block in full for the first group only: of the others (half the tokens with ten small views) the class
+    # token is enough.
+    parts = [part for part in (groups[:1], groups[1:]) if part]
     whole, *further = _split_stream(
-        stream, [sum(group.num_sequences * group.length for group in part) for part in (groups[:1], groups[1:]) if part]
+        stream, [sum(group.num_sequences * group.length for group in part) for part in parts]
     )
-    whole_scales, further_scales = (
-        (None, None) if scales is None else torch.tensor_split(scales, [groups[0].num_sequences], dim=1)
-    )
-    whole = _through_blocks(blocks[-1:], whole, whole_scales, groups[:1], dtype, memory_lean)
+    whole_scales, further_scales = None, None
+    if scales is not None:
+        whole_scales, further_scales = torch.tensor_split(scales, [groups[0].num_sequences], dim=1)
+    whole = through_blocks(blocks[-1:], whole, whole_scales, groups[:1], options)
     total, normed = _final_norm(model, whole, dtype)
-    first = _first_tokens(total, groups[:1]).float()  # few, so not rounded to 16 bits as the patch tokens are
+    first = _first_tokens(total, groups[:1]).float()  # few, so not rounded to 16 bits like the patch tokens
     others = [class_token_after_last_block(blocks[-1], part, further_scales, groups[1:], dtype) for part in further]
     return model.norm(torch.cat([first, *others])), normed.view(*groups[0], -1)[:, model.num_prefix_tokens :]
 
 
 def visible_features(
-    model: VisionTransformer,
-    images: Tensor,
-    kept: Tensor,
-    scales: Tensor | None,
-    *,
-    dtype: torch.dtype,
-    stream_dtype: torch.dtype,
-    memory_lean: bool,
+    model: VisionTransformer, images: Tensor, kept: Tensor, scales: Tensor | None, options: KernelOptions
 ) -> Tensor:  # [R, 3, H, W], [R, n] int64, [num_drop_paths, R] -> [R, prefix + n, D] in `dtype`
-    """Tokens of the patches in `kept` and of what stands in front of them, after the final norm; see Backbone.visible."""
-    tokens = _visible_tokens(model, images, kept, dtype).to(stream_dtype)
+    """Prefix tokens and the patch tokens indexed by `kept`, after the final norm; see Backbone.visible."""
+    tokens = _visible_tokens(model, images, kept, options.dtype).to(options.stream_dtype)
     groups = [SequenceGroup(*tokens.shape[:2])]
-    stream = _through_blocks(list(model.blocks), Stream(tokens.flatten(0, 1)), scales, groups, dtype, memory_lean)
-    return _final_norm(model, stream, dtype)[1].view(*groups[0], -1)
+    stream = through_blocks(list(model.blocks), Stream(tokens.flatten(0, 1)), scales, groups, options)
+    return _final_norm(model, stream, options.dtype)[1].view(*groups[0], -1)
 
 
-def _through_blocks(
+def through_blocks(
     blocks: list[PlainBlock],
     stream: Stream,
     scales: Tensor | None,
     groups: list[SequenceGroup],
-    dtype: torch.dtype,
-    memory_lean: bool,
+    options: KernelOptions,
 ) -> Stream:
     token_scales = None if scales is None else _per_token(scales, groups)
-    for block, block_operands in zip(blocks, operands_of(blocks, dtype), strict=True):
+    for block, block_operands in zip(blocks, operands_of(blocks, options.dtype), strict=True):
         stream = transformer_block(
             stream,
             weights_of(block),
@@ -106,13 +85,13 @@ def _through_blocks(
             groups=groups,
             num_heads=block.attn.num_heads,
             epsilons=(block.norm1.eps, block.norm2.eps),
-            memory_lean=memory_lean,
+            memory_lean=options.memory_lean,
         )
     return stream
 
 
 def _split_stream(stream: Stream, nums_tokens: list[int]) -> list[Stream]:
-    """Parts of so many tokens each; the bias belongs to all of them."""
+    """Parts with these numbers of tokens; all of them share the bias."""
     assert stream.branch is not None
     scales = [None] * len(nums_tokens) if stream.scale is None else torch.split(stream.scale, nums_tokens)
     parts = zip(torch.split(stream.x, nums_tokens), torch.split(stream.branch, nums_tokens), scales, strict=True)
@@ -134,9 +113,7 @@ def packed_tokens(
     masks: Tensor | None = None,
     mask_token: Tensor | None = None,
 ) -> tuple[Tensor, list[SequenceGroup]]:  # groups of [R_i, 3, H_i, W_i], [R_0, N] bool, [D] -> [T, D]
-    """Patch embedding as a matrix product: patches do not overlap, and a convolution of this shape is slow to
-    differentiate.
-    """
+    """Patch embedding as a matrix product: a convolution without overlap has a slow backward pass."""
     projection = model.patch_embed.proj
     weight = projection.weight.flatten(1).to(dtype).t()
     patches, tables, groups = [], [], []
@@ -146,14 +123,14 @@ def packed_tokens(
         shared = projection.bias.expand(1, height * width, -1)
         tables.append(embed_patches(model, shared, model_positions(model, height, width))[0])
         groups.append(SequenceGroup(len(views), len(tables[-1])))
-    # The table adds the bias of the patch embedding to every patch, and a masked one has none.
+    # the table adds the bias of the patch embedding to every patch, but a masked one has none
     stand_in = None if mask_token is None else mask_token - projection.bias
     return pack_tokens(patches, tables, model.num_prefix_tokens, stream_dtype, masks=masks, stand_in=stand_in), groups
 
 
 # -> [R, prefix + n, D] float32
 def _visible_tokens(model: VisionTransformer, images: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor:
-    """Only the patches in `kept` are multiplied: a quarter of them, as a rule."""
+    """Embeds only the patches in `kept`, usually a quarter of them."""
     projection = model.patch_embed.proj
     height, width = images.shape[2] // projection.kernel_size[0], images.shape[3] // projection.kernel_size[1]
     pixels = cut_into_patches(images, projection.kernel_size, dtype).view(len(images), height * width, -1)
@@ -176,7 +153,7 @@ def class_token_after_last_block(
     weight, bias = attention.qkv.weight.to(dtype), attention.qkv.bias.to(dtype)
     query = linear(_first_tokens(normed, groups), weight[:width], bias[:width])
     attended = attend_from_class(query, linear(normed, weight[width:], bias[width:]), groups, attention.num_heads)
-    # From here on one token per view: small, so float32 sums cost nothing.
+    # from here on one token per view, so float32 sums cost nothing
     first = _first_tokens(total, groups).float()
     first = first + _scaled(block.drop_path1, attention.proj(attended), scales)
     return first + _scaled(block.drop_path2, block.mlp(block.norm2(first)), scales)
@@ -188,23 +165,17 @@ def _first_tokens(rows: Tensor, groups: list[SequenceGroup]) -> Tensor:  # [T, D
 
 
 def _per_token(scales: Tensor, groups: list[SequenceGroup]) -> Tensor:  # [layers, R] -> [layers, T]
-    parts = torch.split(scales, [group.num_sequences for group in groups], dim=1)
-    return torch.cat(
-        [part[:, :, None].expand(-1, -1, group.length).flatten(1) for part, group in zip(parts, groups, strict=True)],
-        dim=1,
-    )
+    parts = zip(torch.split(scales, [group.num_sequences for group in groups], dim=1), groups, strict=True)
+    return torch.cat([part[:, :, None].expand(-1, -1, group.length).flatten(1) for part, group in parts], dim=1)
 
 
-def _scale_of(drop_path: nn.Module, token_scales: Tensor | None) -> Tensor | None:
-    return token_scales[drop_path.layer] if token_scales is not None and isinstance(drop_path, KeyedDropPath) else None
+def _scale_of(drop_path: nn.Module, scales: Tensor | None) -> Tensor | None:
+    return scales[drop_path.layer] if scales is not None and isinstance(drop_path, KeyedDropPath) else None
 
 
 def _scaled(drop_path: nn.Module, branch: Tensor, scales: Tensor | None) -> Tensor:
-    return (
-        branch * scales[drop_path.layer][:, None]
-        if scales is not None and isinstance(drop_path, KeyedDropPath)
-        else branch
-    )
+    scale = _scale_of(drop_path, scales)
+    return branch if scale is None else branch * scale[:, None]
 
 
 def weights_of(block: PlainBlock) -> BlockWeights:
@@ -227,9 +198,7 @@ def weights_of(block: PlainBlock) -> BlockWeights:
 
 @torch.no_grad()
 def operands_of(blocks: list[PlainBlock], dtype: torch.dtype) -> list[Operands]:
-    """Weights in the precision of the products, all cast together: one launch for hundreds of tensors instead of one
-    each.
-    """
+    """Weights in the precision of the products, all cast in one launch instead of hundreds."""
     sources = [getattr(weights_of(block), name) for block in blocks for name in Operands._fields]
     cast = [torch.empty_like(source, dtype=dtype) for source in sources]
     torch._foreach_copy_(cast, sources)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.transformer.fused import class_features
-from massl.nn.transformer.plain import why_not_fused
+from massl.nn.transformer.plain import KernelOptions, why_not_fused
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TINY: dict[str, int | float | bool | str] = {"embed_dim": 32, "depth": 3, "num_heads": 2}
@@ -53,9 +53,7 @@ def with_gradients(backbone: Backbone, features: Tensor) -> dict[str, Tensor]:
 def fused(backbone: Backbone, sample_keys: Tensor | None, *, memory_lean: bool = False) -> Tensor:
     scales = backbone._scales(sample_keys)
     dtype = torch.float32
-    return class_features(
-        backbone.model, view_groups(), scales, dtype=dtype, stream_dtype=dtype, memory_lean=memory_lean
-    )  # type: ignore[arg-type]
+    return class_features(backbone.model, view_groups(), scales, KernelOptions(dtype, dtype, memory_lean))  # type: ignore[arg-type]
 
 
 @pytest.mark.kernel
@@ -97,14 +95,7 @@ def test_products_in_16_bits_with_a_float32_stream_are_near_the_plain_path(memor
     keys, half, full = KEYS.to(DEVICE), torch.float16, torch.float32
     with torch.autocast(DEVICE.type, dtype=half):
         scales = backbone._scales(keys)
-        features = class_features(
-            backbone.model,  # type: ignore[arg-type]
-            view_groups(),
-            scales,
-            dtype=half,
-            stream_dtype=full,
-            memory_lean=memory_lean,
-        )
+        features = class_features(backbone.model, view_groups(), scales, KernelOptions(half, full, memory_lean))  # type: ignore[arg-type]
     ours = with_gradients(backbone, features)
     truth = with_gradients(backbone, backbone.pooled(view_groups(), keys))
     for name, value in truth.items():
