@@ -58,7 +58,7 @@ def test_two_methods_train_for_the_same_minutes_and_the_same_command_only_shows_
 
     again = massl_here(*command)
     assert again.status == 0
-    assert f"massl: the run is there: its length stays trainer.epochs {noted['massl']['trainer.epochs']}" in again.text
+    assert f"massl: the run exists and keeps its length, trainer.epochs {noted['massl']['trainer.epochs']}" in again.text
     # with times, equal only where nothing was trained again
     assert (runs / "massl" / "metrics.jsonl").read_text() == rows
 
@@ -68,5 +68,5 @@ def test_epochs_beside_minutes_are_refused_on_the_command_line(
 ) -> None:
     answer = massl_here(*command, "--set", "trainer.epochs=3")
     assert answer.status == 2
-    assert "--minutes and --set trainer.epochs both say how long to train; give one of them" in answer.text
+    assert "--minutes and --set trainer.epochs both set the length of training" in answer.text
     assert not (tmp_path / "runs").exists()

@@ -1,6 +1,7 @@
-"""Which device a command runs on, and how many host threads serve it."""
+"""Which device a command runs on, how many host threads serve it, and its memory between two runs."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import torch
@@ -32,3 +33,11 @@ def host_threads_for(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def release_memory() -> None:
+    """Free the GPU memory of the run before, and reset the peak, so that neither counts for the next run."""
+    if torch.cuda.is_available():
+        gc.collect()  # networks and optimizer refer to each other
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()

@@ -110,7 +110,7 @@ def _read_environment(file: Path, remarks: _Remarks) -> dict[str, Any]:
             f"world_size in environment.json is {known['world_size']!r}, not a number of processes", for_one
         )
         known = {**known, "world_size": 1}
-    return {**_UNKNOWN_MACHINE, **known}
+    return known | {key: _UNKNOWN_MACHINE[key] for key in missing}
 
 
 def _read_rows(file: Path, remarks: _Remarks) -> tuple[Mapping[str, float], ...]:

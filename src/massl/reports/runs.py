@@ -66,6 +66,23 @@ class Run:
         """A GPU's name, or cpu."""
         return str(self.environment["device"])
 
+    @property
+    def machine(self) -> str:
+        return f"{self.num_processes} x {self.device}"
+
+    @property
+    def launcher(self) -> list[str]:
+        """How `massl` is called with as many processes."""
+        if self.num_processes == 1:
+            return ["massl"]
+        return ["torchrun", "--nproc-per-node", str(self.num_processes), "-m", "massl"]
+
+    @property
+    def command_again(self) -> list[str]:
+        """Trains the same recipe into a new folder."""
+        recipe, output = self.folder / "recipe.yaml", f"{self.folder}-again"
+        return [*self.launcher, "pretrain", "--recipe", str(recipe), "--output", output]
+
     # ---- probes: `first`, `last` and `best` need at least one ---------------------------------------------------------
 
     @cached_property

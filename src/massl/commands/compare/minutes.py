@@ -1,4 +1,4 @@
-"""Methods at equal training time: a short trial tells a recipe's speed, and the speed how many epochs fill the minutes."""
+"""Runs of equal training time: a short trial measures a recipe's speed, which gives the epochs for `--minutes`."""
 
 import json
 import shutil
@@ -15,13 +15,13 @@ from massl.data.order import EpochOrder
 from massl.data.sources import open_source
 from massl.files import write_atomically
 
-# The first interval compiles or records the step, the second may record it again (DINO's prototypes begin to move); the
-# third is measured.
+# The first interval compiles or records the step, the second may record it again (when DINO's prototypes start to
+# train); the third is measured.
 _NUM_INTERVALS, _STEPS_AN_INTERVAL = 3, 20
 _NUM_STEPS = _NUM_INTERVALS * _STEPS_AN_INTERVAL
 _WARM_UPS = ("optimizer.warmup_epochs", "method.teacher.temperature_warmup_epochs")
 _RECORD = "minutes.json"
-_ROUNDING_TO_WARN_OF = 0.1  # of the minutes asked for
+_TOLERATED_ROUNDING = 0.1  # of the requested minutes
 
 
 class TrialStopped(Exception):
@@ -32,13 +32,12 @@ class TrialStopped(Exception):
         self.signal_number = signal_number
 
 
-def filling(
+def timed_overrides(
     minutes: float, recipe: PretrainRecipe, *, run: Path, given: Collection[str], tell: Callable[[str], None]
-) -> dict[str, Any]:  # dotted overrides of the recipe
-    """The epochs that fill the minutes, and the warm-ups shortened with them but for those among `given`.
+) -> dict[str, Any]:
+    """Overrides that make the run last `minutes`: epochs, and shorter warm-ups. Keys in `given` stay as they are.
 
-    A run that is there already keeps its epochs; else a trial says how many, which is noted in minutes.json beside the
-    run.
+    An existing run keeps its epochs. Otherwise a trial finds them; they are recorded in minutes.json beside the run.
     """
     if recipe.trainer.max_steps is not None:
         raise RecipeError(
@@ -46,31 +45,33 @@ def filling(
         )
     if (run / "recipe.yaml").exists():
         epochs = _epochs_of_run(run)
-        tell(f"the run is there: its length stays trainer.epochs {epochs}")
+        tell(f"the run exists and keeps its length, trainer.epochs {epochs}")
         return {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
     require_writable(run.parent)
-    tell(f"a trial of {_NUM_STEPS} steps, for its speed")
+    tell(f"a trial of {_NUM_STEPS} steps to measure its speed")
     images_per_second = measured_images_per_second(recipe, name=run.name, beside=run.parent)
     steps_per_epoch = _steps_per_epoch(recipe)
     exact = minutes * 60 * images_per_second / (steps_per_epoch * recipe.trainer.batch_size)
-    _refuse_less_than_half_an_epoch(minutes, exact)
-    epochs = max(1, round(exact))  # schedules are made of whole ones
-    overrides = {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
-    _note(run, minutes=minutes, values={"images_per_second": images_per_second, **overrides})
-    speed = f"{images_per_second:,.0f} images a second, {steps_per_epoch} steps an epoch: {minutes:g} minutes are {exact:.2f} epochs"
-    before = flatten(recipe)
-    tell("; ".join([speed, *(f"{key} {value:g} instead of {before[key]:g}" for key, value in overrides.items())]))
-    if abs(epochs / exact - 1) > _ROUNDING_TO_WARN_OF:
-        tell(
-            f"warning: epochs are whole, so it trains for about {minutes * epochs / exact:.2f} minutes instead of {minutes:g}"
+    if exact < 0.5:  # on many images a whole epoch could take hours instead
+        raise RecipeError(
+            f"an epoch takes {minutes / exact:.2f} minutes, and --minutes {minutes!r} is less than half of that; "
+            "schedules need whole epochs: give more minutes, or fewer images"
         )
+    epochs = max(1, round(exact))
+    overrides = {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
+    _record(run, minutes=minutes, values={"images_per_second": images_per_second, **overrides})
+    speed = f"{images_per_second:,.0f} images a second, {steps_per_epoch} steps an epoch"
+    before = flatten(recipe)
+    changes = [f"{key} {value:g} instead of {before[key]:g}" for key, value in overrides.items()]
+    tell("; ".join([f"{speed}: {minutes:g} minutes are {exact:.2f} epochs", *changes]))
+    if abs(epochs / exact - 1) > _TOLERATED_ROUNDING:
+        trained = minutes * epochs / exact
+        tell(f"warning: epochs are whole, so it trains for about {trained:.2f} minutes instead of {minutes:g}")
     return overrides
 
 
 def measured_images_per_second(recipe: PretrainRecipe, *, name: str, beside: Path) -> float:
-    """The speed of the last steps of a trial, in a folder of its own that goes when the trial is over, and stays where
-    it failed.
-    """
+    """The speed of the last steps of a trial. Its folder is removed unless the trial fails."""
     folder = Path(tempfile.mkdtemp(prefix=f"trial-{name}-", dir=beside))
     trial = {
         "trainer.epochs": max(recipe.trainer.epochs, _NUM_STEPS),  # an epoch may be a single step
@@ -83,7 +84,7 @@ def measured_images_per_second(recipe: PretrainRecipe, *, name: str, beside: Pat
     try:
         result = pretrain(recipe=recipe, output=folder, overrides=trial)
     except MasslError as error:
-        raise MasslError(f"the trial of its speed failed, see {folder}: {error}") from error
+        raise MasslError(f"the speed trial failed, see {folder}: {error}") from error
     shutil.rmtree(folder)
     if result.signal_number is not None:
         raise TrialStopped(result.signal_number)
@@ -91,41 +92,31 @@ def measured_images_per_second(recipe: PretrainRecipe, *, name: str, beside: Pat
 
 
 def refuse_other_minutes(folder: Path, minutes: float) -> None:
-    """Runs of one length are not continued as runs of another."""
-    noted = _noted(folder)
-    if noted and noted["minutes"] != minutes:
+    """Raise if the folder's runs were planned for another length."""
+    recorded = _recorded(folder).get("minutes", minutes)
+    if recorded != minutes:
         raise RecipeError(
-            f"{folder} holds runs of --minutes {noted['minutes']!r}, not {minutes!r}; give the same to continue them, or another --output"
+            f"{folder} holds runs of --minutes {recorded!r}, not {minutes!r}; give the same to continue them, or "
+            "choose another --output"
         )
 
 
 def _epochs_of_run(run: Path) -> int:
-    """Of a run that is there, which must be one that was planned by minutes."""
+    """Epochs of an existing run, which must have been planned by --minutes."""
     epochs = load_recipe(run / "recipe.yaml").trainer.epochs
-    planned = _noted(run.parent).get("runs", {}).get(run.name, {})
+    planned = _recorded(run.parent).get("runs", {}).get(run.name, {})
     if planned.get("trainer.epochs") != epochs:
         raise RecipeError(f"{run} was not trained with --minutes; choose another --output")
     return epochs
 
 
-def _refuse_less_than_half_an_epoch(minutes: float, exact_epochs: float) -> None:
-    """On many images a whole epoch could take hours instead."""
-    if exact_epochs < 0.5:
-        raise RecipeError(
-            f"an epoch takes {minutes / exact_epochs:.2f} minutes, and --minutes {minutes!r} is less than half of that; "
-            "schedules are made of whole epochs: give more minutes, or fewer images"
-        )
-
-
 def _steps_per_epoch(recipe: PretrainRecipe) -> int:
-    trainer = recipe.trainer
-    return EpochOrder(
-        len(open_source(recipe.data.source)), batch_size=trainer.batch_size, seed=trainer.seed
-    ).steps_per_epoch
+    num_images, trainer = len(open_source(recipe.data.source)), recipe.trainer
+    return EpochOrder(num_images, batch_size=trainer.batch_size, seed=trainer.seed).steps_per_epoch
 
 
 def _shortened_warm_ups(recipe: PretrainRecipe, *, epochs: int, given: Collection[str]) -> dict[str, float]:
-    """In proportion to the epochs, where these are fewer than the recipe's."""
+    """Warm-ups in proportion to the epochs, if these are fewer than the recipe's."""
     if epochs >= recipe.trainer.epochs:
         return {}
     values = flatten(recipe)
@@ -133,19 +124,18 @@ def _shortened_warm_ups(recipe: PretrainRecipe, *, epochs: int, given: Collectio
     return {key: round(values[key] * share, 3) for key in _WARM_UPS if values.get(key) and key not in given}
 
 
-def _noted(folder: Path) -> dict[str, Any]:
-    """What minutes.json says; nothing where it is not there."""
+def _recorded(folder: Path) -> dict[str, Any]:
+    """The content of minutes.json; empty if there is none."""
     file = folder / _RECORD
     if not file.exists():
         return {}
     try:
-        noted = json.loads(file.read_text(encoding="utf-8"))
-        return {"minutes": float(noted["minutes"]), "runs": dict(noted["runs"])}
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return {"minutes": float(values["minutes"]), "runs": dict(values["runs"])}
     except (ValueError, KeyError, TypeError):
         raise MasslError(f"{file} is not as massl compare --minutes writes it; choose another --output") from None
 
 
-def _note(run: Path, *, minutes: float, values: Mapping[str, float]) -> None:
-    runs = _noted(run.parent).get("runs", {}) | {run.name: dict(values)}
-    text = json.dumps({"minutes": minutes, "runs": runs}, indent=2) + "\n"
-    write_atomically(run.parent / _RECORD, text)
+def _record(run: Path, *, minutes: float, values: Mapping[str, float]) -> None:
+    runs = _recorded(run.parent).get("runs", {}) | {run.name: dict(values)}
+    write_atomically(run.parent / _RECORD, json.dumps({"minutes": minutes, "runs": runs}, indent=2) + "\n")

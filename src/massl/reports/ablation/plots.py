@@ -15,13 +15,11 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from massl.reports.ablation.records import AblationReport, Strategy, paper_points
+from massl.reports.figures import FAINT, INK, SMALL_POINTS, TEXT_POINTS, style_axes
 
-# Of Okabe and Ito's colours, which are told apart with any colour vision; markers differ too, so that a print in grey
-# can be read.
+# From the colour-blind safe palette of Okabe and Ito; markers differ too, for prints in grey.
 _STYLES: dict[Strategy, tuple[str, str]] = {"random": ("#0072B2", "o"), "blockwise": ("#D55E00", "s")}
-_INK, _FAINT = "#282828", "#969696"  # the ink and grey of pictures.py
 _WIDTH, _HEIGHT = 10.0, 4.2  # inches
-_TEXT_POINTS, _SMALL_POINTS = 9.0, 7.5
 _LEAST_SPAN = 4.0  # points on the vertical axis: less would make noise look like a finding
 _PAPER_CHANCE = 0.1  # percent: of ImageNet's 1,000 classes
 _TITLE_CHARACTERS = 85  # of a line above a panel
@@ -61,13 +59,13 @@ def ablation_figure(report: AblationReport, *, ours: str) -> Figure:
     if report.chance is not None:
         _draw_chance(left, report.chance, f"chance, {report.num_classes:,} classes")
     _draw_chance(right, _PAPER_CHANCE, "chance, 1,000 classes")
-    left.set_ylabel("k-NN top-1, %", color=_INK, fontsize=_TEXT_POINTS)
+    left.set_ylabel("k-NN top-1, %", color=INK, fontsize=TEXT_POINTS)
     _write_title(left, f"ours: {ours}; {report.measured}")
     _write_title(right, "the paper: ViT-S/16, ImageNet, 100 epochs")
     for axes in (left, right):
         if len(axes.get_legend_handles_labels()[1]) > 1:
-            axes.legend(frameon=False, fontsize=_SMALL_POINTS, loc="best", labelcolor=_INK)
-    figure.suptitle(report.ablation.title, x=0.01, ha="left", fontsize=_TEXT_POINTS + 1, color=_INK, parse_math=False)
+            axes.legend(frameon=False, fontsize=SMALL_POINTS, loc="best", labelcolor=INK)
+    figure.suptitle(report.ablation.title, x=0.01, ha="left", fontsize=TEXT_POINTS + 1, color=INK, parse_math=False)
     return figure
 
 
@@ -164,7 +162,7 @@ def _label(
     of: tuple[Literal["data", "axes fraction"], Literal["data", "axes fraction"]] = ("data", "data"),
     offset: tuple[int, int],  # points
     side: Literal["left", "center", "right"] = "center",
-    colour: str = _INK,
+    colour: str = INK,
 ) -> None:
     axes.annotate(
         text,
@@ -174,7 +172,7 @@ def _label(
         textcoords="offset points",
         ha=side,
         va="bottom",
-        fontsize=_SMALL_POINTS,
+        fontsize=SMALL_POINTS,
         color=colour,
         annotation_clip=False,
         path_effects=[withStroke(linewidth=2.0, foreground="white")],  # to be read where it lies on a line
@@ -185,7 +183,7 @@ def _draw_chance(axes: Axes, chance: float, label: str) -> None:
     """Only where it is in sight: the curves choose the axis."""
     low, high = axes.get_ylim()
     if low <= chance <= high:
-        axes.axhline(chance, color=_FAINT, linewidth=1.0, linestyle="--", zorder=1, label=label)
+        axes.axhline(chance, color=FAINT, linewidth=1.0, linestyle="--", zorder=1, label=label)
 
 
 def _mark_missing(axes: Axes, report: AblationReport) -> None:
@@ -216,20 +214,14 @@ def _set_values(axes: Axes, values: Sequence[int]) -> None:
 
 def _write_title(axes: Axes, title: str) -> None:
     lines = textwrap.fill(title, _TITLE_CHARACTERS)
-    axes.set_title(lines, loc="left", fontsize=_SMALL_POINTS, color=_INK, parse_math=False)
+    axes.set_title(lines, loc="left", fontsize=SMALL_POINTS, color=INK, parse_math=False)
 
 
 def _dress(axes: Axes, symbol: str, default: int) -> None:
     lowest, highest = axes.get_xlim()
     if lowest < default < highest:
-        axes.axvline(default, color=_FAINT, linewidth=1.0, linestyle=":", zorder=1)
+        axes.axvline(default, color=FAINT, linewidth=1.0, linestyle=":", zorder=1)
         _label(
-            axes, "default", (default, 1.0), of=("data", "axes fraction"), offset=(3, -8), side="left", colour=_FAINT
+            axes, "default", (default, 1.0), of=("data", "axes fraction"), offset=(3, -8), side="left", colour=FAINT
         )
-    axes.set_xlabel(symbol.replace("N_b", "$N_b$"), color=_INK, fontsize=_TEXT_POINTS)
-    axes.grid(alpha=0.25)
-    axes.tick_params(colors=_INK, labelsize=_SMALL_POINTS)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_FAINT)
+    style_axes(axes, symbol.replace("N_b", "$N_b$"), tick_points=SMALL_POINTS)

@@ -1,17 +1,15 @@
-"""Runs side by side: a table of who learnt how much at what cost, in what they are not comparable, and the paper's own
-such table.
-"""
+"""Runs side by side: a table of accuracy and cost, what makes the runs incomparable, and the paper's own such table."""
 
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from massl.reports.published.paper import PaperTable, paper_tables
+from massl.reports.published.paper import paper_tables
 from massl.reports.runs import Run, minutes_in_common
 from massl.reports.tables import ResultsTable, as_markdown
 
-# Settings that decide how long a step takes or how many make an epoch, by how their keys begin. What belongs to a
-# method (method.*) and how it is tuned (optimizer.*, probabilities of views) is what a comparison is about.
+# Beginnings of keys. These settings decide how long a step takes or how many make an epoch. Settings of the method
+# (method.*) and its tuning (optimizer.*, probabilities of views) are what a comparison is about.
 _DECIDE_COST = (
     "data.source",
     "views.num_",
@@ -30,7 +28,7 @@ _DECIDE_COST = (
     "trainer.cuda_graph",
 )
 _DECIDE_LENGTH = ("trainer.epochs", "trainer.max_steps")
-# Settings that decide what a k-NN accuracy means. The seed is among them because it chooses the probed images.
+# These decide what a k-NN accuracy means. The seed chooses the probed images.
 _DECIDE_MEASURE = (
     "probes.database",
     "probes.queries",
@@ -40,68 +38,65 @@ _DECIDE_MEASURE = (
     "trainer.seed",
 )
 _UNKNOWN = "–"
-_HOW_IT_IS_COUNTED = (
-    "Minutes are those of training until the last probe, times the number of processes. Reading images, recording or compiling the first "
-    "steps, and checkpoints count; probes do not. Images a second: the median over the rows of metrics.jsonl but the first. GiB: the most "
-    "that was allocated on one GPU, by probes too. k-NN: the probe, in percent; the best is chosen by what it shows: it flatters."
+_HOW_NUMBERS_ARE_MADE = (
+    "Minutes: training until the last probe, times the number of processes. They include reading images, compiling or "
+    "recording the first steps, and checkpoints, but not probes. Images a second: the median over the rows of "
+    "metrics.jsonl except the first. GiB: the most memory allocated on one GPU, including probes. k-NN: the run's own "
+    "probe, in percent; the best is chosen by its own result, so it is optimistic."
 )
 _ABOUT_THE_PAPER = (
-    "Other data, networks and machines: compare the ratios, not the figures. The paper's k-NN is measured on all of ImageNet, its memory "
-    "in GB."
+    "Data, networks and machines are others than here: compare the ratios, not the figures. The paper's k-NN is "
+    "measured on all of ImageNet, its memory in GB."
 )
-_BASE_METHOD = "massl"  # what ratios are to, where there is a run of it
 _TEXT_COLUMNS = frozenset({"run", "method"})  # left-aligned; all others hold numbers
 
 
+# ---- what differs ----------------------------------------------------------------------------------------------------
+
+
 def differing_settings(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Dotted key -> label -> value, of the settings in which the runs are not all alike; a run without the key has
-    None.
+    """Dotted key -> label -> value of settings that differ between runs; None if a run lacks the key.
 
-    Runs that do not use a setting, as views.local_size without local views, are left out of it.
+    Runs without local views are left out of views.local_*.
     """
-    keys = sorted({key for run in runs for key in run.settings})
-    values = {key: {run.label: run.settings.get(key) for run in runs if _uses(run, key)} for key in keys}
-    return {
-        key: by_label
-        for key, by_label in values.items()
-        if any(value != next(iter(by_label.values())) for value in by_label.values())
-    }
-
-
-def _uses(run: Run, key: str) -> bool:
-    return not (key.startswith("views.local_") and run.settings.get("views.num_local") == 0)
+    found = {}
+    for key in sorted({key for run in runs for key in run.settings}):
+        is_local = key.startswith("views.local_")
+        using = [run for run in runs if not (is_local and run.settings.get("views.num_local") == 0)]
+        by_label = {run.label: run.settings.get(key) for run in using}
+        if any(value != next(iter(by_label.values())) for value in by_label.values()):
+            found[key] = by_label
+    return found
 
 
 def cautions(runs: Sequence[Run]) -> tuple[str, ...]:
-    """In what these runs cannot be compared, a sentence each; none where epochs, batch, data, probes, network and
-    machine are the same.
-    """
+    """Differences that make the runs incomparable, a sentence each."""
     differing = differing_settings(runs)
-    machines = {run.label: f"{run.num_processes} x {run.device}" for run in runs}
-    cost = [in_words(key, by_label) for key, by_label in differing.items() if key.startswith(_DECIDE_COST)]
-    length = [in_words(key, by_label) for key, by_label in differing.items() if key.startswith(_DECIDE_LENGTH)]
-    measure = [in_words(key, by_label) for key, by_label in differing.items() if key.startswith(_DECIDE_MEASURE)]
-    under_way = [
-        f"{run.label} is at epoch {_number(run.last.epoch)} of {run.num_epochs}" for run in runs if not run.finished
-    ]
+
+    def told(beginnings: tuple[str, ...]) -> list[str]:
+        return [in_words(key, by_label) for key, by_label in differing.items() if key.startswith(beginnings)]
+
+    machines = {run.label: run.machine for run in runs}
+    different_machines = [in_words("machine", machines)] if len(set(machines.values())) > 1 else []
     sentences = {
-        "not at equal cost": cost,
-        "not after equal epochs": length,
-        "time and memory are of different machines": [in_words("machine", machines)]
-        if len(set(machines.values())) > 1
-        else [],
-        "k-NN is not measured alike": measure,
-        "not finished": under_way,
+        "not at equal cost": told(_DECIDE_COST),
+        "not after equal epochs": told(_DECIDE_LENGTH),
+        "time and memory are of different machines": different_machines,
+        "k-NN is not measured alike": told(_DECIDE_MEASURE),
+        "not finished": [
+            f"{run.label} is at epoch {_epoch_text(run.last.epoch)} of {run.num_epochs}"
+            for run in runs
+            if not run.finished
+        ],
     }
     return tuple(f"{what}: {'; '.join(details)}" for what, details in sentences.items() if details)
 
 
 def other_differences(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Settings that differ, besides those of `cautions` and the methods' own: how each was tuned."""
+    """Further settings that differ: how the runs were tuned. The methods' own settings are left out."""
     told = (*_DECIDE_COST, *_DECIDE_LENGTH, *_DECIDE_MEASURE, "method.")
-    return tuple(
-        in_words(key, by_label) for key, by_label in differing_settings(runs).items() if not key.startswith(told)
-    )
+    differing = differing_settings(runs)
+    return tuple(in_words(key, by_label) for key, by_label in differing.items() if not key.startswith(told))
 
 
 def in_words(key: str, by_label: Mapping[str, Any]) -> str:
@@ -112,118 +107,185 @@ def in_words(key: str, by_label: Mapping[str, Any]) -> str:
     return f"{key} is " + ", ".join(f"{value} ({', '.join(having)})" for value, having in labels.items())
 
 
-def comparison_table(runs: Sequence[Run]) -> ResultsTable:
-    """One line a run: k-NN at its first, last and best probe and at equal cost, and what training had cost at the last."""
-    base, device = base_of(runs), device_word(runs)
-    has_ratios = len(runs) > 1
-    has_memory = any(run.peak_memory_gib is not None for run in runs)
-    common = minutes_in_common(runs)
-    columns = ["run", "method", "epochs done", "k-NN start", "k-NN last", "k-NN best (epoch)"]
-    at_equal_cost = f"k-NN at {minutes_text(common)} {device} min"
-    columns += [f"{at_equal_cost} (probe at)"] if has_ratios else []
-    columns += [f"{device} min"]
-    columns += ["time ×"] if has_ratios else []
-    columns += ["images a second"]
-    columns += [f"GiB a {device}"] if has_memory else []
-    columns += ["GiB ×"] if has_memory and has_ratios else []
-    lines = []
-    for run in runs:
-        line = [run.label, run.method, f"{_number(run.last.epoch)}/{run.num_epochs}"]
-        line += [
-            f"{run.first.knn_top1:.1f}",
-            f"{run.last.knn_top1:.1f}",
-            f"{run.best.knn_top1:.1f} ({_number(run.best.epoch)})",
-        ]
-        line += [_knn_until(run, common)] if has_ratios else []
-        line += [minutes_text(run.last.gpu_minutes)]
-        line += [_ratio(_minutes_an_image(run), _minutes_an_image(base))] if has_ratios else []
-        line += [_UNKNOWN if run.images_per_second is None else f"{run.images_per_second:,.0f}"]
-        line += [_UNKNOWN if run.peak_memory_gib is None else f"{run.peak_memory_gib:.1f}"] if has_memory else []
-        line += [_ratio(run.peak_memory_gib, base.peak_memory_gib)] if has_memory and has_ratios else []
-        lines.append(tuple(line))
-    notes = [
-        f"×: as a multiple of {base.label}, time by the image seen",
-        f"{at_equal_cost} is at equal cost: the last probe of each run until then, which was at the minutes in parentheses; "
-        f"{_UNKNOWN}: none yet in training",
+def shared_by(runs: Sequence[Run]) -> str:
+    """What all runs have in common: "vit_small_patch16_224 on photos, batch 256, 1 x NVIDIA H200"."""
+    facts = [
+        (_network(run), f"on {run.settings['data.source']}", f"batch {run.batch_size}", run.machine) for run in runs
     ]
-    footnotes = (*(notes if has_ratios else ()), *cautions(runs))
+    common = [of_runs[0] for of_runs in zip(*facts, strict=True) if len(set(of_runs)) == 1]
+    return ", ".join(common).replace(", on ", " on ", 1)
+
+
+def _network(run: Run) -> str:
+    """ "vit_small_patch16_224 (patches of 8 px, images of 64 px)": the name, and sizes set in the recipe."""
+    sizes = {"patches": run.settings.get("backbone.patch_size"), "images": run.settings.get("backbone.image_size")}
+    other = ", ".join(f"{what} of {size} px" for what, size in sizes.items() if size is not None)
+    return f"{run.settings['backbone.name']} ({other})" if other else str(run.settings["backbone.name"])
+
+
+def device_word(runs: Sequence[Run]) -> str:
+    """The word before "minutes"."""
+    kinds = {run.device == "cpu" for run in runs}
+    return "device" if len(kinds) > 1 else "CPU" if kinds == {True} else "GPU"
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def comparison_table(runs: Sequence[Run]) -> ResultsTable:
+    """One line per run: k-NN at its first, last and best probe and at equal cost, and the cost until the last probe."""
+    base, device, common = base_of(runs), device_word(runs), minutes_in_common(runs)
+    has_ratios, has_memory = len(runs) > 1, any(run.peak_memory_gib is not None for run in runs)
+    at_equal_cost = f"k-NN at {minutes_text(common)} {device} min"
+    columns = {
+        "run": [run.label for run in runs],
+        "method": [run.method for run in runs],
+        "epochs done": [f"{_epoch_text(run.last.epoch)}/{run.num_epochs}" for run in runs],
+        "k-NN start": [f"{run.first.knn_top1:.1f}" for run in runs],
+        "k-NN last": [f"{run.last.knn_top1:.1f}" for run in runs],
+        "k-NN best (epoch)": [f"{run.best.knn_top1:.1f} ({_epoch_text(run.best.epoch)})" for run in runs],
+    }
+    if has_ratios:
+        columns[f"{at_equal_cost} (probe at)"] = [_knn_within(run, common) for run in runs]
+    columns[f"{device} min"] = [minutes_text(run.last.gpu_minutes) for run in runs]
+    if has_ratios:
+        columns["time ×"] = [_ratio(_minutes_per_image(run), _minutes_per_image(base)) for run in runs]
+    columns["images a second"] = [_number(run.images_per_second, ",.0f") for run in runs]
+    if has_memory:
+        columns[f"GiB a {device}"] = [_number(run.peak_memory_gib, ".1f") for run in runs]
+    if has_memory and has_ratios:
+        columns["GiB ×"] = [_ratio(run.peak_memory_gib, base.peak_memory_gib) for run in runs]
+    notes = (
+        f"×: as a multiple of {base.label}, time per image seen",
+        f"{at_equal_cost} is at equal cost: each run's last probe until then, with its minutes in parentheses; "
+        f"{_UNKNOWN}: no probe in training yet",
+    )
     return ResultsTable(
         title=shared_by(runs),
         columns=tuple(columns),
-        lines=tuple(lines),
-        footnotes=footnotes,
+        lines=tuple(zip(*columns.values(), strict=True)),
+        footnotes=(*(notes if has_ratios else ()), *cautions(runs)),
         text_columns=_TEXT_COLUMNS,
     )
 
 
+def base_of(runs: Sequence[Run]) -> Run:
+    """The run that ratios refer to: the first of MaSSL, or the first of all."""
+    return next((run for run in runs if run.method == "massl"), runs[0])
+
+
 def equal_cost(runs: Sequence[Run]) -> dict[str, Any]:
-    """In comparison.json: the minutes that all runs have in common, and each run's last probe until then."""
+    """For comparison.json: the minutes that all runs have in common, and each run's last probe until then."""
     common = minutes_in_common(runs)
-    points = {run.label: run.last_within(common) for run in runs}
+    probes = {run.label: run.last_within(common) for run in runs}
     return {
         "gpu_minutes": common,
-        "knn": {label: None if point is None else point._asdict() for label, point in points.items()},
+        "knn": {label: None if probe is None else probe._asdict() for label, probe in probes.items()},
     }
 
 
 def paper_time_table() -> ResultsTable:
     """The paper's k-NN, hours and memory of DINO, iBOT and MaSSL, with the same ratios."""
-    (published,) = [table for table in paper_tables() if table.id == "time-and-memory"]
-    base = {
-        row.epochs: _values(published, number) for number, row in enumerate(published.rows) if row.method == "MaSSL"
-    }
+    (table,) = [table for table in paper_tables() if table.id == "time-and-memory"]
+    values = [tuple(figure.value for figure in row.figures if figure is not None) for row in table.rows]
+    base = {row.epochs: own for row, own in zip(table.rows, values, strict=True) if row.method == "MaSSL"}
     lines = []
-    for number, row in enumerate(published.rows):
-        (knn, hours, gigabytes), (_, base_hours, base_gigabytes) = _values(published, number), base[row.epochs]
-        ratios = _ratio(hours, base_hours), _ratio(gigabytes, base_gigabytes)
-        lines.append(
-            (row.method, str(row.epochs), f"{knn:.1f}", f"{hours:.1f}", ratios[0], f"{gigabytes:.1f}", ratios[1])
-        )
+    for row, (knn, hours, gigabytes) in zip(table.rows, values, strict=True):
+        _, base_hours, base_gigabytes = base[row.epochs]
+        costs = f"{hours:.1f}", _ratio(hours, base_hours), f"{gigabytes:.1f}", _ratio(gigabytes, base_gigabytes)
+        lines.append((row.method, str(row.epochs), f"{knn:.1f}", *costs))
     return ResultsTable(
-        title=f"The paper's: {published.rows[0].architecture}, {published.columns[0].data}, {published.columns[1].setting}",
+        title=f"The paper's: {table.rows[0].architecture}, {table.columns[0].data}, {table.columns[1].setting}",
         columns=("method", "epochs", "k-NN", "hours", "time ×", "GB a GPU", "GB ×"),
         lines=tuple(lines),
         footnotes=(
             "×: as a multiple of MaSSL after as many epochs",
-            *dict.fromkeys(note for row in published.rows for figure in row.figures if figure for note in figure.notes),
-            *published.remarks,
+            *dict.fromkeys(note for row in table.rows for figure in row.figures if figure for note in figure.notes),
+            *table.remarks,
         ),
         text_columns=_TEXT_COLUMNS,
     )
 
 
+def minutes_text(minutes: float) -> str:
+    return f"{minutes:,.0f}" if minutes >= 100 else f"{minutes:.2f}" if minutes < 10 else f"{minutes:.1f}"
+
+
+def _minutes_per_image(run: Run) -> float | None:
+    """Per image, so that runs of different length can be compared."""
+    return run.gpu_minutes / run.images_seen if run.images_seen else None
+
+
+def _knn_within(run: Run, gpu_minutes: float) -> str:
+    """ "61.2 (1.48)": accuracy, and the minutes at which it was probed."""
+    probe = run.last_within(gpu_minutes)
+    return _UNKNOWN if probe is None else f"{probe.knn_top1:.1f} ({minutes_text(probe.gpu_minutes)})"
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return _UNKNOWN if value is None or not base else f"{value / base:.2f}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return _UNKNOWN if value is None else f"{value:{form}}"
+
+
+def _epoch_text(epoch: float) -> str:
+    """12, 12.5: whole epochs without a point."""
+    return f"{epoch:.1f}".removesuffix(".0")
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
 def comparison_document(runs: Sequence[Run], *, failed: Mapping[str, str], command: str, picture: str) -> str:
-    """comparison.md: table, figure, in what the runs differ, the paper's own table, and the commands that make all this
-    again.
-    """
+    """comparison.md: table, figure, differences, the paper's table, and the commands that repeat all this."""
     parts = [
         "# Runs side by side",
         as_markdown(comparison_table(runs)),
         f"![k-NN against cost and epochs]({picture})",
-        _HOW_IT_IS_COUNTED,
+        _HOW_NUMBERS_ARE_MADE,
     ]
     tuned = other_differences(runs)
     if tuned:
-        parts += ["Settings that differ besides, those of the methods apart:", _bullets(tuned)]
+        parts += ["Other settings that differ, apart from those of the methods:", _bullets(tuned)]
     if failed:
         parts += ["## Failed", _bullets(f"{name}: {problem}" for name, problem in failed.items())]
     parts += [
         "## The paper's table of time and memory",
         as_markdown(paper_time_table()),
         _ABOUT_THE_PAPER,
-        "## To make it again",
-    ]
-    parts += [f"```bash\n{command}\n```"] if command else []
-    parts += [
+        "## To repeat it",
+        f"```bash\n{command}\n```",
         "Each run alone:",
-        "```bash\n" + "\n".join(map(_command_of, runs)) + "\n```",
+        "```bash\n" + "\n".join(shlex.join(run.command_again) for run in runs) + "\n```",
         _bullets(map(_made_by, runs)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def as_plain(run: Run) -> dict[str, Any]:
-    """A run in comparison.json."""
+def _bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _made_by(run: Run) -> str:
+    packages, commit = run.environment.get("packages", {}), run.environment.get("massl_commit")
+    versions = [f"{name} {packages[name]}" for name in ("massl", "torch", "timm") if packages.get(name)]
+    versions += [f"commit {commit}"] if commit else []
+    return f"{run.label}: {run.images_seen:,} images seen; {run.machine}; {', '.join(versions)}"
+
+
+def comparison_values(runs: Sequence[Run], *, failed: Mapping[str, str]) -> dict[str, Any]:
+    """comparison.json."""
+    return {
+        "runs": [_run_values(run) for run in runs],
+        "equal_cost": equal_cost(runs),
+        "cautions": cautions(runs),
+        "failed": failed,
+    }
+
+
+def _run_values(run: Run) -> dict[str, Any]:
     return {
         "label": run.label,
         "folder": str(run.folder),
@@ -238,88 +300,7 @@ def as_plain(run: Run) -> dict[str, Any]:
         "gpu_minutes": run.gpu_minutes,
         "images_per_second": run.images_per_second,
         "peak_memory_gib": run.peak_memory_gib,
-        "knn": [point._asdict() for point in run.probes],
+        "knn": [probe._asdict() for probe in run.probes],
         "settings": dict(run.settings),
         "environment": dict(run.environment),
     }
-
-
-def base_of(runs: Sequence[Run]) -> Run:
-    """What the others' costs are measured by: the first run of MaSSL, or the first of all."""
-    return next((run for run in runs if run.method == _BASE_METHOD), runs[0])
-
-
-def device_word(runs: Sequence[Run]) -> str:
-    """What minutes are minutes of."""
-    kinds = {run.device == "cpu" for run in runs}
-    return "device" if len(kinds) > 1 else "CPU" if kinds == {True} else "GPU"
-
-
-def minutes_text(minutes: float) -> str:
-    return f"{minutes:,.0f}" if minutes >= 100 else f"{minutes:.2f}" if minutes < 10 else f"{minutes:.1f}"
-
-
-def _command_of(run: Run) -> str:
-    """Trains the same recipe into a new folder."""
-    program = (
-        ["massl"] if run.num_processes == 1 else ["torchrun", "--nproc-per-node", str(run.num_processes), "-m", "massl"]
-    )
-    return shlex.join(
-        [*program, "pretrain", "--recipe", str(run.folder / "recipe.yaml"), "--output", f"{run.folder}-again"]
-    )
-
-
-def _made_by(run: Run) -> str:
-    packages = run.environment.get("packages", {})
-    versions = [f"{name} {packages[name]}" for name in ("massl", "torch", "timm") if packages.get(name)]
-    commit = run.environment.get("massl_commit")
-    versions += [f"commit {commit}"] if commit else []
-    return f"{run.label}: {run.images_seen:,} images seen; {run.num_processes} x {run.device}; {', '.join(versions)}"
-
-
-def _bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _values(table: PaperTable, number: int) -> tuple[float, ...]:
-    return tuple(figure.value for figure in table.rows[number].figures if figure is not None)
-
-
-def shared_by(runs: Sequence[Run]) -> str:
-    """What all runs have in common, in words."""
-
-    def common(values: list[str]) -> list[str]:
-        return values[:1] if len(set(values)) == 1 else []
-
-    parts = common([_network(run) for run in runs])
-    parts += common([f"on {run.settings['data.source']}" for run in runs])
-    parts += common([f"batch {run.batch_size}" for run in runs])
-    parts += common([f"{run.num_processes} x {run.device}" for run in runs])
-    return ", ".join(parts).replace(", on ", " on ", 1)
-
-
-def _network(run: Run) -> str:
-    """ "vit_small_patch16_224 (patches of 8 px, images of 64 px)": its name, and where it is not as its name says."""
-    sizes = {"patches": run.settings.get("backbone.patch_size"), "images": run.settings.get("backbone.image_size")}
-    other = ", ".join(f"{what} of {size} px" for what, size in sizes.items() if size is not None)
-    return f"{run.settings['backbone.name']} ({other})" if other else str(run.settings["backbone.name"])
-
-
-def _minutes_an_image(run: Run) -> float | None:
-    """By the image, so that runs of different length can be told by it too."""
-    return run.gpu_minutes / run.images_seen if run.images_seen else None
-
-
-def _knn_until(run: Run, gpu_minutes: float) -> str:
-    """ "61.2 (1.48)": how good, and at how many minutes the run was probed so."""
-    point = run.last_within(gpu_minutes)
-    return _UNKNOWN if point is None else f"{point.knn_top1:.1f} ({minutes_text(point.gpu_minutes)})"
-
-
-def _ratio(value: float | None, base: float | None) -> str:
-    return _UNKNOWN if value is None or not base else f"{value / base:.2f}"
-
-
-def _number(epoch: float) -> str:
-    """12, 12.5: whole epochs without a point."""
-    return f"{epoch:.1f}".removesuffix(".0")

@@ -9,11 +9,13 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from massl.commands.compare.command import CompareSettings, compare_runs, parse_overrides, run_comparison
-from massl.commands.compare import command as compare
+from massl.commands.compare import command
+from massl.commands.compare.command import CompareSettings, compare, run_comparison
 from massl.commands.pretrain import PretrainResult
+from massl.commands.recipe import parse_set_options
 from massl.config import MasslError, RecipeError, merge
-from massl.reports.comparison import plots as training_plots
+from massl.reports import figures
+from massl.reports.comparison import plots
 from massl.reports.runs import RunError
 
 FILES = ["comparison.json", "comparison.md", "comparison.png", "comparison.svg"]
@@ -63,9 +65,9 @@ class Trainer:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """Nor is anything drawn: that takes a second, and other tests look at it."""
     stand_in = Trainer()
-    monkeypatch.setattr(compare, "pretrain", stand_in)
-    monkeypatch.setattr(training_plots, "comparison_figure", lambda curves: None)
-    monkeypatch.setattr(training_plots, "save_figure", lambda figure, stem: None)
+    monkeypatch.setattr(command, "pretrain", stand_in)
+    monkeypatch.setattr(plots, "comparison_figure", lambda runs: None)
+    monkeypatch.setattr(figures, "save_figure", lambda figure, stem: None)
     return stand_in
 
 
@@ -74,7 +76,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 def test_runs_are_compared_in_four_files(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", {"trainer.epochs": 2}, accuracy=60.0)]
-    comparison = compare_runs(folders, out=tmp_path / "new" / "out")
+    comparison = compare(folders, output=tmp_path / "new" / "out")
     assert comparison.folder == tmp_path / "new" / "out"
     assert sorted(path.name for path in comparison.folder.iterdir()) == FILES
     assert [run.last.knn_top1 for run in comparison.runs] == [50.0, 60.0]
@@ -91,8 +93,8 @@ def test_runs_are_compared_in_four_files(tmp_path: Path) -> None:
 
 
 def test_folders_of_one_name_are_labelled_apart(tmp_path: Path) -> None:
-    comparison = compare_runs(
-        [write_run(tmp_path / "x" / "massl"), write_run(tmp_path / "y" / "massl")], out=tmp_path / "out"
+    comparison = compare(
+        [write_run(tmp_path / "x" / "massl"), write_run(tmp_path / "y" / "massl")], output=tmp_path / "out"
     )
     assert [run.label for run in comparison.runs] == ["x/massl", "y/massl"]
 
@@ -100,38 +102,36 @@ def test_folders_of_one_name_are_labelled_apart(tmp_path: Path) -> None:
 def test_a_folder_named_twice_is_refused(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "a")
     with pytest.raises(RunError, match="named twice"):
-        compare_runs([folder, folder], out=tmp_path / "out")
+        compare([folder, folder], output=tmp_path / "out")
 
 
 def test_a_folder_that_cannot_be_read_does_not_lose_the_others(tmp_path: Path) -> None:
-    comparison = compare_runs([tmp_path / "nowhere", write_run(tmp_path / "a")], out=tmp_path / "out")
+    comparison = compare([tmp_path / "nowhere", write_run(tmp_path / "a")], output=tmp_path / "out")
     assert [run.label for run in comparison.runs] == ["a"]
-    assert "nowhere is no folder" in comparison.failed["nowhere"]
+    assert "nowhere is not a folder" in comparison.failed["nowhere"]
     assert json.loads((tmp_path / "out" / "comparison.json").read_text())["failed"] == comparison.failed
     assert "- nowhere: " in (tmp_path / "out" / "comparison.md").read_text()
 
 
 def test_where_no_folder_can_be_read_all_reasons_are_said(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        MasslError, match=r"no run to compare\. nowhere: .* is no folder.* empty: .* holds no recipe\.yaml"
-    ):
-        compare_runs([tmp_path / "nowhere", tmp_path / "empty"], out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(MasslError, match=r"no run to compare\. nowhere: .*nowhere.* empty: .*recipe\.yaml"):
+        compare([tmp_path / "nowhere", tmp_path / "empty"], output=tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_the_command_shows_the_table_its_doubts_and_what_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", {"trainer.batch_size": 30}), tmp_path / "gone"]
-    comparison = run_comparison(CompareSettings(runs=tuple(map(str, runs)), out=str(tmp_path / "my out")))
+    comparison = run_comparison(CompareSettings(runs=tuple(map(str, runs)), output=str(tmp_path / "my out")))
     shown = " ".join(capsys.readouterr().out.split())
     assert "a massl 1/1 20.0 50.0 50.0 (1) – 1.00 1.00" in shown
     assert "not at equal cost: trainer.batch_size is 60 (a), 30 (b)" in shown
     assert "failed: gone." in shown
     assert f"comparison: {tmp_path}/my out/comparison.md, .json, .png, .svg" in shown
-    command = f"massl compare --runs {runs[0]} {runs[1]} {runs[2]} --out '{tmp_path}/my out'"
-    assert command in (comparison.folder / "comparison.md").read_text()
+    repeated = f"massl compare --runs {runs[0]} {runs[1]} {runs[2]} --output '{tmp_path}/my out'"
+    assert repeated in (comparison.folder / "comparison.md").read_text()
 
 
 # ---- runs that are trained first -------------------------------------------------------------------------------------
@@ -154,14 +154,13 @@ def test_each_recipe_is_trained_into_a_folder_of_its_name(trainer: Trainer, tmp_
     assert all(asked["overrides"] == {"trainer.epochs": 1, "trainer.batch_size": 30} for asked in trainer.asked)
     assert [run.label for run in comparison.runs] == ["dino-tiny", "own", "massl-tiny"]
     assert comparison.folder == tmp_path / "runs"
-    options = "--recipes dino-tiny,recipes/own.yaml massl-tiny --data.source photos --set trainer.epochs=1 trainer.batch_size=30 --output"
+    changes = "--set trainer.epochs=1 trainer.batch_size=30"
+    options = f"--recipes dino-tiny,recipes/own.yaml massl-tiny --data.source photos {changes} --output"
     assert f"massl compare {options} {tmp_path}/runs\n" in (tmp_path / "runs" / "comparison.md").read_text()
 
 
 def test_methods_are_trained_by_one_recipe_with_one_word_changed(trainer: Trainer, tmp_path: Path) -> None:
-    settings = CompareSettings(
-        methods=("massl,dino",), recipe="demo", output=str(tmp_path / "runs"), out=str(tmp_path / "out")
-    )
+    settings = CompareSettings(methods=("massl,dino",), recipe="demo", output=str(tmp_path / "runs"))
     comparison = run_comparison(settings)
     assert [(asked["recipe"], asked["output"].name, asked["overrides"]) for asked in trainer.asked] == [
         ("demo", "massl", {"method.name": "massl"}),
@@ -169,7 +168,7 @@ def test_methods_are_trained_by_one_recipe_with_one_word_changed(trainer: Traine
     ]
     assert all(asked["data"] is None for asked in trainer.asked)  # those of the recipe
     assert [run.method for run in comparison.runs] == ["massl", "dino"]
-    assert (tmp_path / "out" / "comparison.md").exists()
+    assert (tmp_path / "runs" / "comparison.md").exists()
 
 
 @pytest.mark.parametrize("error", [RecipeError("no such key"), torch.OutOfMemoryError("tried to allocate 3 GiB")])
@@ -220,17 +219,15 @@ def test_several_processes_are_sent_to_pretrain(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        RecipeError, match="train each recipe with torchrun -m massl pretrain, then massl compare --runs"
-    ):
+    with pytest.raises(RecipeError, match="torchrun -m massl pretrain, then massl compare --runs"):
         run_comparison(CompareSettings(recipes=("a,b",), output=str(tmp_path)))
     assert trainer.asked == []
 
 
 def test_that_nothing_can_be_written_is_said_before_training(trainer: Trainer, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(MasslError, match="--out"):
-        run_comparison(CompareSettings(recipes=("a",), output=str(tmp_path), out=str(tmp_path / "file" / "out")))
+    with pytest.raises(MasslError, match="--output"):
+        run_comparison(CompareSettings(recipes=("a",), output=str(tmp_path / "file" / "out")))
     assert trainer.asked == []
 
 
@@ -247,7 +244,7 @@ def test_two_runs_that_would_share_a_folder_are_refused(
 
 
 def test_the_method_is_not_set_twice(trainer: Trainer, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="--methods says which methods are trained"):
+    with pytest.raises(RecipeError, match=r"--set method.name"):
         run_comparison(
             CompareSettings(methods=("dino",), recipe="demo", set=("method.name=ibot",), output=str(tmp_path))
         )
@@ -264,7 +261,7 @@ def test_overrides_are_read_as_yaml() -> None:
         "trainer.cuda_graph=false",
         "data.source=a=b",
     ]
-    assert parse_overrides(items) == {
+    assert parse_set_options(items) == {
         "trainer.epochs": 40,
         "views.global_scale": [0.4, 1.0],
         "trainer.max_steps": None,
@@ -284,26 +281,29 @@ def test_overrides_are_read_as_yaml() -> None:
 )
 def test_overrides_that_cannot_be_read_are_refused(items: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        parse_overrides(items)
+        parse_set_options(items)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "what is to be compared"),
-        ({"runs": ("a",), "recipes": ("b",), "out": "c"}, "--runs and --recipes do not go together"),
-        ({"methods": ("dino",), "output": "o"}, "--methods and --recipe go together"),
-        ({"recipes": ("a",), "recipe": "demo", "output": "o"}, "--methods and --recipe go together"),
-        ({"runs": ("a",)}, "Give --out FOLDER"),
-        ({"recipes": ("a",), "out": "o"}, "Give --output FOLDER"),
-        ({"runs": ("a",), "out": "o", "set": ("trainer.epochs=1",)}, "--runs are compared as they are"),
-        ({"runs": ("a",), "out": "o", "output": "p"}, "--runs are compared as they are"),
-        ({"runs": ("a",), "out": "o", "data": {"source": "x"}}, "--runs are compared as they are"),
+        ({}, "nothing to compare"),
+        ({"runs": ("a",), "recipes": ("b",)}, "--runs and --recipes do not go together"),
+        ({"methods": ("dino",)}, "--methods and --recipe go together"),
+        ({"recipes": ("a",), "recipe": "demo"}, "--methods and --recipe go together"),
+        ({"runs": ("a",), "set": ("trainer.epochs=1",)}, "--runs are compared as they are"),
+        ({"runs": ("a",), "minutes": 1.0}, "--runs are compared as they are"),
+        ({"runs": ("a",), "data": {"source": "x"}}, "--runs are compared as they are"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
-        CompareSettings(**given)
+        CompareSettings(**given, output="o")
+
+
+def test_an_output_is_required() -> None:
+    with pytest.raises(ValidationError, match="output"):
+        CompareSettings(runs=("a",))
 
 
 # ---- all of it -------------------------------------------------------------------------------------------------------
@@ -350,11 +350,11 @@ def test_recipes_are_trained_compared_and_not_trained_again(tmp_path: Path) -> N
     assert [run.label for run in comparison.runs] == ["slow", "quick"]
     assert "no recipe 'nowhere'" in comparison.failed["nowhere"]
     for run in comparison.runs:
-        assert [point.epoch for point in curve.knn] == [0, 1, 2]
-        assert curve.finished
-        assert curve.images_seen == 2 * 24
-        assert 0 < curve.gpu_minutes < 10
+        assert [point.epoch for point in run.probes] == [0, 1, 2]
+        assert run.finished
+        assert run.images_seen == 2 * 24
+        assert 0 < run.gpu_minutes < 10
     # with times, equal only where nothing was trained again
     before = (tmp_path / "runs" / "quick" / "metrics.jsonl").read_text()
-    assert run_comparison(settings).runs[1].knn == comparison.runs[1].knn
+    assert run_comparison(settings).runs[1].probes == comparison.runs[1].probes
     assert (tmp_path / "runs" / "quick" / "metrics.jsonl").read_text() == before

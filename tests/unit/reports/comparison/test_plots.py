@@ -11,7 +11,8 @@ from matplotlib.text import Text
 from PIL import Image
 
 from massl.methods import METHODS
-from massl.reports.comparison.plots import comparison_figure, save_figure, spread
+from massl.reports.comparison.plots import comparison_figure, spread
+from massl.reports.figures import save_figure
 from massl.reports.run_reader import read_run
 from massl.reports.runs import Run
 
