@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from massl.commands.report.command import report
+from massl.evaluations.measurement import Setting
 from massl.evaluations.results import ResultRow, append_rows
 
 pytestmark = pytest.mark.slow
@@ -34,10 +35,10 @@ def page(tmp_path_factory: pytest.TempPathFactory, write_run: Callable[..., Path
     }
     shared |= {"architecture": "ViT-S/16", "run": "r", "train": "", "images": "i"}
     rows = [
-        ResultRow(protocol="knn", data="Toys", setting=f"k={k}", value=value, **shared)
+        ResultRow(protocol="knn", data="Toys", setting=Setting(k=k), value=value, **shared)
         for k, value in enumerate(ACCURACIES, start=8)
     ]
-    rows.append(ResultRow(protocol="knn", data="ImageNet", setting="k=20", value=70.0, **shared))
+    rows.append(ResultRow(protocol="knn", data="ImageNet", setting=Setting(k=20), value=70.0, **shared))
     append_rows(first / "results/results.jsonl", rows)
     ablation = folder / "ablation/memory-size"
     ablation.mkdir(parents=True)

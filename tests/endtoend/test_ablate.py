@@ -112,7 +112,7 @@ def test_blockwise_runs_stand_beside_the_random_ones_that_block_size_made(
     measured = massl.evaluate(
         shared.folder, output=output / "again", protocol="knn", train="demo:test", test="demo:test"
     )
-    top1 = {row.setting.partition(",")[0]: row.value for row in measured.rows if row.metric == "top1"}
+    top1 = {str(row.setting).partition(",")[0]: row.value for row in measured.rows if row.metric == "top1"}
     assert shared.evaluated == {k: top1[f"k={k}"] for k in (10, 20, 100, 200)}
     assert shared.accuracy == top1["k=20"]
 

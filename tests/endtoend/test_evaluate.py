@@ -275,7 +275,7 @@ def test_python_call_gives_the_rows(run: Path, train: Path, test: Path, output: 
         run, protocol="knn", train=train, test=test, output=output, overrides={"knn.ks": [3], "device": "cpu"}
     )
     assert result.folder == output
-    assert [(row.setting, row.metric, row.num_samples) for row in result.rows] == [
+    assert [(str(row.setting), row.metric, row.num_samples) for row in result.rows] == [
         ("k=3", "top1", NUM_TEST),
         ("k=3", "top5", NUM_TEST),
     ]

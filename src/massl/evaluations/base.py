@@ -1,6 +1,4 @@
-"""What an evaluation takes and gives. Scorers are pure functions on tensors; a protocol joins them to features and
-names the numbers.
-"""
+"""What protocols take: images, labelled features, and checks of both."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,29 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from massl.config import MasslError, Settings
+from massl.config import Settings
 from massl.data.sources.base import DataError, ImageSource
 from massl.data.sources.folder import FolderSource
-
-
-class EvaluationError(MasslError, ValueError):
-    """An evaluation cannot be done as asked; the message says what to change."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One number of a protocol."""
-
-    data: str  # "ImageNet", "Pets", or the URI a user gave
-    setting: str  # what distinguishes it from the protocol's other numbers: "k=20", "medium", "only_fg"
-    metric: str  # "top1", "mAP", "NMI" ...
-    value: float  # accuracies and scores in percent
-    num_samples: int  # over how many test images or queries
+from massl.evaluations.measurement import EvaluationError, Measurement
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationData:
-    """The images of one evaluation. Which parts a protocol needs, its entry in the table of protocols says."""
+    """The images of one evaluation. `ProtocolEntry.needs` says which parts a protocol requires."""
 
     name: str
     train: ImageSource | None = None
@@ -144,14 +128,13 @@ def require_finite(rows: Tensor, *, name: str) -> None:  # [N, ...]
 ProtocolFunction = Callable[[Any, EvaluationData, Any], Iterator[Measurement]]  # (Extractor, data, settings)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProtocolEntry:
-    """A row of the table of protocols."""
+    """What `massl evaluate` must know of a protocol."""
 
     measure: ProtocolFunction
     settings_type: type[Settings]
-    needs: tuple[str, ...]  # fields of EvaluationData that must be given: "train", "test", "folder"
+    needs: tuple[str, ...]  # fields of EvaluationData that are required: "train", "test", "folder"
     summary: str
-    # settings that decide no number, or that the protocol itself names in its results
-    named: frozenset[str] = frozenset()
-    sees_centre: bool = True  # whether it looks at the central part of images, so that the crop ratio counts
+    unremarked: frozenset[str] = frozenset()  # settings omitted from automatic remarks: no effect, or named in results
+    uses_centre_crop: bool = True  # False: --crop_ratio has no effect

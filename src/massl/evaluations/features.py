@@ -25,7 +25,8 @@ from massl.data.evaluation.views import PUBLISHED_CROP_RATIO, CentreView, Evalua
 from massl.data.loading.gpu_decode import jpeg_decoder
 from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.sources.base import DataError, ImageSource
-from massl.evaluations.base import EvaluationError, LabelledFeatures, labels_of_images, require_finite
+from massl.evaluations.base import LabelledFeatures, labels_of_images, require_finite
+from massl.evaluations.measurement import EvaluationError
 from massl.evaluations.named_features import FEATURES, read_feature
 from massl.files import replacing
 from massl.ops.image_ops import Filter, normalise

@@ -9,15 +9,16 @@ import json
 import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 
 from massl.config import explain
-from massl.evaluations.base import EvaluationError
+from massl.evaluations.measurement import EvaluationError, Setting
 
 RESULTS_FILE = "results.jsonl"
 
@@ -33,13 +34,19 @@ def _version() -> str:
         return "unknown"
 
 
+def _setting(value: object) -> Setting:
+    if not isinstance(value, str):
+        raise ValueError("expected text")
+    return Setting.parse(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResultRow:
     """One number and what made it. A value that is no number is refused, so that none can get into a table."""
 
     protocol: str
     data: str
-    setting: str
+    setting: Annotated[Setting, PlainValidator(_setting)]  # text in the file
     metric: str
     value: float  # accuracies and scores in percent
     num_samples: int  # test images or queries it was measured over
@@ -78,7 +85,7 @@ def append_rows(path: Path, rows: Sequence[ResultRow]) -> None:
     """Add rows in one write: all of them are in the file afterwards, or none and an error."""
     if not rows:
         return
-    added = "".join(json.dumps(asdict(row)) + "\n" for row in rows).encode()
+    added = "".join(json.dumps({**vars(row), "setting": str(row.setting)}) + "\n" for row in rows).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b", buffering=0) as file:
@@ -118,7 +125,7 @@ def newest(rows: Iterable[ResultRow]) -> list[ResultRow]:
     """Of rows that measure the same of the same weights and images in the same precision the latest, at the place of
     the first.
     """
-    latest: dict[tuple[str, ...], ResultRow] = {}
+    latest: dict[tuple[str | Setting, ...], ResultRow] = {}
     for row in rows:
         key = (row.protocol, row.data, row.setting, row.metric, row.weights, row.precision, row.images)
         before = latest.get(key)

@@ -1,13 +1,11 @@
-"""Every evaluation of the paper, cheap ones first: what is measured on which data, and what a user lacks for it."""
+"""Every evaluation of the paper, cheap ones first, and which of them lack files."""
 
-import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from massl.evaluations.base import EvaluationData
-from massl.evaluations.datasets import PARTS, missing_data, open_data
+from massl.evaluations.datasets import PARTS, missing_data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,36 +14,17 @@ class SuiteEntry:
 
     protocol: str
     data: str  # a name in the table of data sets
-    parts: tuple[str, ...] = PARTS  # of the data that the protocol looks at
-    settings: Mapping[str, Any] = field(default_factory=dict)  # where they are not the protocol's defaults
-    # data set whose list is needed -> the list, for the setting `lists`
-    lists: Mapping[str, str] = field(default_factory=dict)
+    parts: tuple[str, ...] = PARTS  # of the data set that the protocol reads
+    settings: Mapping[str, Any] = field(default_factory=dict)  # other than the protocol's defaults
+    lists: Mapping[str, str] = field(default_factory=dict)  # data set -> its list below the data root, for `lists`
     after: tuple[str, str] | None = None  # protocol and data of the entry whose outcome this one needs
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuiteItem:
-    """An entry of the suite under a certain data root: ready, or with a message that says what is missing."""
-
-    protocol: str
-    data_name: str
-    settings: dict[str, Any]  # overrides of the protocol's settings
-    missing: str | None  # expected paths and how to get what belongs there; None: ready
-    after: tuple[str, str] | None  # (protocol, data_name) of the item that must be done before
-    data_root: Path
-    parts: tuple[str, ...]
-
-    def open(self, output: Path, *, warn: Callable[[str], None] = warnings.warn) -> EvaluationData:
-        """Its images; `warn` is told where there are not as many as published."""
-        return open_data(self.data_name, self.data_root, output=output, parts=self.parts, warn=warn)
 
 
 def _each(protocol: str, *names: str) -> tuple[SuiteEntry, ...]:
     return tuple(SuiteEntry(protocol=protocol, data=name) for name in names)
 
 
-# By the images that go through the backbone: hundreds, thousands, and last the hundred epochs of linear probes on
-# ImageNet.
+# By the number of images that go through the backbone; the hundred epochs of linear probes on ImageNet come last.
 PAPER_SUITE: tuple[SuiteEntry, ...] = (
     *_each("copy-detection", "Copydays"),
     SuiteEntry(protocol="attention", data="ImageNet", parts=("test",)),
@@ -68,37 +47,24 @@ PAPER_SUITE: tuple[SuiteEntry, ...] = (
 )
 
 
-def plan_suite(data_root: Path, *, has_head: bool = False) -> list[SuiteItem]:
-    """All items in the order in which they are to be done. Looks for files, opens none.
+def plan_suite(data_root: Path, *, has_head: bool = False) -> list[tuple[SuiteEntry, str | None]]:
+    """All entries in their order, each with a message about missing files, or None if it is ready. Opens no file.
 
-    `has_head` says that a head for ImageNet is at hand, so that ImageNet-9 can be judged without training one.
+    `has_head`: a linear head for ImageNet exists, so that ImageNet-9 can be judged without training one.
     """
-    items: list[SuiteItem] = []
+    messages: dict[tuple[str, str], str | None] = {}
+    planned = []
     for entry in PAPER_SUITE:
-        missing = _missing(entry, data_root)
-        before = next((item for item in items if (item.protocol, item.data_name) == entry.after), None)
-        if missing is None and before is not None and before.missing is not None and not has_head:
-            missing = f"needs what {before.protocol} on {before.data_name} leaves behind. {before.missing}"
-        settings = dict(entry.settings)
+        missing = missing_data(entry.data, data_root, parts=entry.parts)
+        if missing is None:
+            of_lists = [missing_data(name, data_root, parts=entry.parts) for name in entry.lists]
+            missing = " ".join(filter(None, of_lists)) or None
+        needed = None if entry.after is None or has_head else messages[entry.after]
+        if missing is None and entry.after is not None and needed is not None:
+            missing = f"needs the outcome of {' on '.join(entry.after)}. {needed}"
+        messages[entry.protocol, entry.data] = missing
         if entry.lists:
-            settings["lists"] = tuple(str(data_root.expanduser() / path) for path in entry.lists.values())
-        items.append(
-            SuiteItem(
-                protocol=entry.protocol,
-                data_name=entry.data,
-                settings=settings,
-                missing=missing,
-                after=entry.after,
-                data_root=data_root,
-                parts=entry.parts,
-            )
-        )
-    return items
-
-
-def _missing(entry: SuiteEntry, data_root: Path) -> str | None:
-    missing = missing_data(entry.data, data_root, parts=entry.parts)
-    if missing is not None:
-        return missing
-    messages = [missing_data(name, data_root, parts=entry.parts) for name in entry.lists]
-    return " ".join(message for message in messages if message is not None) or None
+            lists = tuple(str(data_root.expanduser() / path) for path in entry.lists.values())
+            entry = replace(entry, settings={**entry.settings, "lists": lists})
+        planned.append((entry, missing))
+    return planned

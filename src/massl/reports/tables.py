@@ -1,20 +1,14 @@
-"""Tables of results, for the terminal and as Markdown, with the paper's figure beside ours where both measured the
-same.
-
-A row is a plain mapping with the entries of a line of results.jsonl. Everything here is a pure function of rows.
-"""
+"""Tables of results, for the terminal and as Markdown, with the paper's figure where it measured the same."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from massl.config import fingerprint
+from massl.evaluations.measurement import Setting
+from massl.evaluations.results import ResultRow
 from massl.reports.published.paper import TRANSFER_AVERAGE, TRANSFER_DATA, PaperFigure, paper_figures
 
-Row = Mapping[str, Any]
-
-_MEAN, _DEVIATION = " mean", " deviation"  # how the settings of the two halves of "44.80 ± 0.40" end
 _NAMES = ("protocol", "data", "setting", "metric")  # what a row measures
 _WORDS = frozenset({*_NAMES, "model"})  # columns to set flush left; all others hold numbers
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -32,21 +26,31 @@ class ResultsTable:
     group_by: str = ""  # column whose change starts a new group of lines
 
 
-def results_table(rows: Iterable[Row], *, methods: Sequence[str] = ("MaSSL",)) -> ResultsTable:
+def results_table(rows: Iterable[ResultRow], *, methods: Sequence[str] = ("MaSSL",)) -> ResultsTable:
     """Rows side by side with the paper's figures for `methods`, wherever architecture, data, setting and metric are the
     same.
     """
-    merged = _merge_deviations(_grouped(list(rows)))
-    published = [paper_figures(**{name: row[name] for name in (*_NAMES, "architecture")}) for row in merged]
+    with_deviations = _merge_deviations(_grouped(rows))
+    merged = [row for row, _ in with_deviations]
+    published = [
+        paper_figures(
+            protocol=row.protocol,
+            data=row.data,
+            setting=str(row.setting),
+            metric=row.metric,
+            architecture=row.architecture,
+        )
+        for row in merged
+    ]
     columns = [_paper_column(method, merged, published) for method in methods]
     models = {_model_key(row): _model_label(row, merged) for row in merged}
     shows_models = len(models) > 1
     marks: dict[str, str] = {}
     lines = []
-    for row, figures in zip(merged, published, strict=True):
+    for (row, deviation), figures in zip(with_deviations, published, strict=True):
         line = [models[_model_key(row)]] if shows_models else []
-        line += [*(str(row[name]) for name in _NAMES), _with_deviation(row["value"], row.get("deviation"))]
-        line += [f"{row['num_samples']:,}", _seconds_text(row["seconds"])]
+        line += [row.protocol, row.data, str(row.setting), row.metric, _with_deviation(row.value, deviation)]
+        line += [f"{row.num_samples:,}", _seconds_text(row.seconds)]
         line += [
             _figure_text(figures.get(method), marks) for method, column in zip(methods, columns, strict=True) if column
         ]
@@ -82,92 +86,88 @@ def as_markdown(table: ResultsTable) -> str:
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def transfer_averages(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """For each k the unweighted mean over the eight transfer sets (the paper's "Avg @k"), of models measured on all of
-    them.
+def transfer_averages(rows: Iterable[ResultRow]) -> list[ResultRow]:
+    """For each k the mean over the eight transfer sets (the paper's "Avg @k"), of models measured on all of them.
 
     Of several rows for one data set the last counts.
     """
-    groups: dict[tuple[Any, ...], dict[str, Row]] = {}
+    groups: dict[tuple[Setting | str, ...], dict[str, ResultRow]] = {}
     for row in rows:
-        if row["protocol"] == "knn" and row["data"] in TRANSFER_DATA and row["setting"].startswith("k="):
-            groups.setdefault((row["setting"], row["metric"], *_model_key(row)), {})[row["data"]] = row
+        if row.protocol == "knn" and row.data in TRANSFER_DATA and row.setting.k is not None:
+            groups.setdefault((row.setting, row.metric, *_model_key(row)), {})[row.data] = row
     averages = []
     for by_data in groups.values():
         if len(by_data) == len(TRANSFER_DATA):
             members = [by_data[data] for data in TRANSFER_DATA]
             averages.append(
-                {
-                    **members[0],
-                    "data": TRANSFER_AVERAGE,
-                    "value": statistics.fmean(row["value"] for row in members),
-                    "num_samples": sum(row["num_samples"] for row in members),
-                    "seconds": sum(row["seconds"] for row in members),
-                    "run": fingerprint({"mean of": [row["run"] for row in members]}),
-                    "created": max(row["created"] for row in members),
-                }
+                replace(
+                    members[0],
+                    data=TRANSFER_AVERAGE,
+                    value=statistics.fmean(row.value for row in members),
+                    num_samples=sum(row.num_samples for row in members),
+                    seconds=sum(row.seconds for row in members),
+                    run=fingerprint({"mean of": [row.run for row in members]}),
+                    created=max(row.created for row in members),
+                )
             )
     return averages
 
 
-def _grouped(rows: list[Row]) -> list[Row]:
-    """Rows of one protocol together, in it those of one data set, in it those of one number; otherwise in the given
-    order.
-    """
-    ranks: dict[tuple[Any, ...], int] = {}
+def _grouped(rows: Iterable[ResultRow]) -> list[ResultRow]:
+    """Rows by protocol, then data set, then setting and metric, each in the order of first appearance."""
+    ranks: dict[tuple[Setting | str, ...], int] = {}
 
-    def place(row: Row) -> list[int]:
-        names = tuple(row[name] for name in _NAMES)
+    def place(row: ResultRow) -> list[int]:
+        names = (row.protocol, row.data, row.setting, row.metric)
         return [ranks.setdefault(prefix, len(ranks)) for prefix in (names[:1], names[:2], names)]
 
     return sorted(rows, key=place)
 
 
-def _merge_deviations(rows: list[Row]) -> list[Row]:
-    """Rows of a mean take the deviation of theirs as an entry; its row goes."""
+def _merge_deviations(rows: list[ResultRow]) -> list[tuple[ResultRow, float | None]]:
+    """Rows with their deviations; a deviation whose mean is there has no row of its own."""
 
-    def key(row: Row, ending: str) -> tuple[Any, ...]:
-        return (row["protocol"], row["data"], row["setting"].removesuffix(ending), row["metric"], *_model_key(row))
+    def key(row: ResultRow) -> tuple[Setting | str, ...]:
+        return (row.protocol, row.data, replace(row.setting, statistic=""), row.metric, *_model_key(row))
 
-    means = {key(row, _MEAN) for row in rows if row["setting"].endswith(_MEAN)}
-    deviations = {key(row, _DEVIATION): row["value"] for row in rows if row["setting"].endswith(_DEVIATION)}
-    merged: list[Row] = []
-    for row in rows:
-        if row["setting"].endswith(_MEAN):
-            merged.append({**row, "deviation": deviations.get(key(row, _MEAN))})
-        elif not (row["setting"].endswith(_DEVIATION) and key(row, _DEVIATION) in means):
-            merged.append(row)
-    return merged
+    means = {key(row) for row in rows if row.setting.statistic == "mean"}
+    deviations = {key(row): row.value for row in rows if row.setting.statistic == "deviation"}
+    return [
+        (row, deviations.get(key(row)) if row.setting.statistic == "mean" else None)
+        for row in rows
+        if not (row.setting.statistic == "deviation" and key(row) in means)
+    ]
 
 
-def _model_key(row: Row) -> tuple[str, str]:
-    return row["weights"], row["precision"]
+def _model_key(row: ResultRow) -> tuple[str, str]:
+    return row.weights, row.precision
 
 
-def _model_label(row: Row, rows: list[Row]) -> str:
-    """The model's name, and what else it takes to tell it from the others."""
-    namesakes = {_model_key(other) for other in rows if other["model"] == row["model"]}
-    label = str(row["model"])
+def _model_label(row: ResultRow, rows: list[ResultRow]) -> str:
+    """The model's name, with weights and precision where needed to tell it from the others."""
+    namesakes = {_model_key(other) for other in rows if other.model == row.model}
+    label = row.model
     if len({weights for weights, _ in namesakes}) > 1:
-        label += f" {row['weights']}"
+        label += f" {row.weights}"
     if len({precision for _, precision in namesakes}) > 1:
-        label += f" {row['precision']}"
+        label += f" {row.precision}"
     return label
 
 
-def _title(rows: list[Row], *, shows_models: bool) -> str:
+def _title(rows: list[ResultRow], *, shows_models: bool) -> str:
     if shows_models or not rows:
         return ""
-    return f"{rows[0]['model']} ({rows[0]['architecture']}, weights {rows[0]['weights']}, {rows[0]['precision']})"
+    first = rows[0]
+    return f"{first.model} ({first.architecture}, weights {first.weights}, {first.precision})"
 
 
 def _with_deviation(value: float, deviation: float | None) -> str:
     return f"{value:.2f}" if deviation is None else f"{value:.2f} ± {deviation:.2f}"
 
 
-def _paper_column(method: str, rows: list[Row], published: list[dict[str, PaperFigure]]) -> str:
+def _paper_column(method: str, rows: list[ResultRow], published: list[dict[str, PaperFigure]]) -> str:
     """What stands above a method's figures: each is for the architecture of its row. Nothing where there are none."""
-    architectures = {row["architecture"] for row, figures in zip(rows, published, strict=True) if method in figures}
+    architectures = {row.architecture for row, figures in zip(rows, published, strict=True) if method in figures}
     if not architectures:
         return ""
     return f"paper ({method} {architectures.pop()})" if len(architectures) == 1 else f"paper ({method})"

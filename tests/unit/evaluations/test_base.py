@@ -12,7 +12,6 @@ from massl.data.sources.base import DataError
 from massl.data.sources.folder import FolderSource
 from massl.evaluations.base import (
     EvaluationData,
-    EvaluationError,
     LabelledFeatures,
     labels_of_images,
     require_every_class,
@@ -21,6 +20,7 @@ from massl.evaluations.base import (
     require_same_classes,
 )
 from massl.evaluations.features import ExtractionSettings, Extractor
+from massl.evaluations.measurement import EvaluationError
 from massl.evaluations.protocols import PROTOCOLS
 from massl.nn.backbone import Backbone
 from massl.weights.models import LoadedModel

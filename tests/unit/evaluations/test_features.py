@@ -23,8 +23,9 @@ from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError, EncodedImage, ImageSource
 from massl.data.sources.folder import FolderSource
 from massl.evaluations import features
-from massl.evaluations.base import EvaluationError, LabelledFeatures
+from massl.evaluations.base import LabelledFeatures
 from massl.evaluations.features import ExtractionSettings, Extractor
+from massl.evaluations.measurement import EvaluationError
 from massl.nn.backbone import Backbone
 from massl.weights.models import LoadedModel, model_fingerprint
 
@@ -396,7 +397,7 @@ def test_what_was_written_by_half_is_never_read(
     def stopped(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path)
         path.write_bytes(path.read_bytes()[:-20])
-        assert [other.suffix for other in kept_files(tmp_path)] == [".unfinished"]
+        assert [other.suffix for other in kept_files(tmp_path)] == [".partial"]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(features.safetensors.torch, "save_file", stopped)

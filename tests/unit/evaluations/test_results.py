@@ -3,7 +3,7 @@ import json
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from massl.evaluations.base import EvaluationError
+from massl.evaluations.measurement import EvaluationError, Setting
 from massl.evaluations.results import ResultRow, append_rows, newest, read_rows
 
 
 def result(**changes: Any) -> ResultRow:
-    values = {
+    values: dict[str, Any] = {
         "protocol": "knn",
         "data": "Pets",
         "setting": "k=20",
@@ -35,7 +35,12 @@ def result(**changes: Any) -> ResultRow:
         "created": "2024-07-21T12:00:00+00:00",
         "version": "0.1.0",
     }
-    return ResultRow(**{**values, **changes})
+    values |= changes
+    return ResultRow(**{**values, "setting": Setting.parse(values["setting"])})
+
+
+def as_json(row: ResultRow) -> dict[str, Any]:
+    return {**vars(row), "setting": str(row.setting)}
 
 
 def file_with(folder: Path, *rows: ResultRow) -> Path:
@@ -63,7 +68,7 @@ def test_a_time_that_is_not_in_utc_is_refused(created: str) -> None:
 
 
 def test_a_new_row_knows_when_and_by_what_it_was_made() -> None:
-    values = asdict(result())
+    values = dict(vars(result()))
     del values["created"], values["version"]
     row = ResultRow(**values)
     assert abs((datetime.now(UTC) - datetime.fromisoformat(row.created)).total_seconds()) < 60
@@ -83,8 +88,8 @@ def test_rows_come_back_as_they_were_in_the_order_they_were_written(tmp_path: Pa
 def test_every_line_is_a_json_object_of_its_own(tmp_path: Path) -> None:
     path = file_with(tmp_path, result(), result(metric="top5"))
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        asdict(result()),
-        asdict(result(metric="top5")),
+        as_json(result()),
+        as_json(result(metric="top5")),
     ]
 
 
@@ -135,13 +140,14 @@ def test_a_last_row_that_lacks_only_its_line_break_counts(tmp_path: Path) -> Non
         ("null", "it lacks protocol, data"),
         ('{"protocol": "knn"}', "it lacks data, setting"),
         (
-            json.dumps({key: value for key, value in asdict(result()).items() if key != "created"}),
+            json.dumps({key: value for key, value in as_json(result()).items() if key != "created"}),
             r"it lacks created\)",
         ),
-        (json.dumps({**asdict(result()), "colour": "red"}), "colour"),
-        (json.dumps({**asdict(result()), "value": "91"}), "value: .*valid number"),
-        (json.dumps({**asdict(result()), "num_samples": 1.5}), "num_samples"),
-        (json.dumps({**asdict(result()), "value": math.nan}), "the value is nan"),
+        (json.dumps({**as_json(result()), "colour": "red"}), "colour"),
+        (json.dumps({**as_json(result()), "value": "91"}), "value: .*valid number"),
+        (json.dumps({**as_json(result()), "num_samples": 1.5}), "num_samples"),
+        (json.dumps({**as_json(result()), "setting": 20}), "setting"),
+        (json.dumps({**as_json(result()), "value": math.nan}), "the value is nan"),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str, problem: str) -> None:
@@ -184,7 +190,7 @@ def test_a_folder_that_is_a_file_is_refused_with_advice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("work", ["read", "append"])
 def test_a_write_that_is_under_way_is_waited_for_and_not_taken_for_a_crash(tmp_path: Path, work: str) -> None:
     path = file_with(tmp_path, result())
-    line = json.dumps(asdict(result(metric="top5"))).encode() + b"\n"
+    line = json.dumps(as_json(result(metric="top5"))).encode() + b"\n"
     with ThreadPoolExecutor(1) as pool:
         with path.open("ab", buffering=0) as writer:
             fcntl.flock(writer, fcntl.LOCK_EX)

@@ -6,11 +6,15 @@ import pytest
 from massl.config import validate
 from massl.evaluations.datasets import DATASETS
 from massl.evaluations.protocols import PROTOCOLS
-from massl.evaluations.suite import PAPER_SUITE, SuiteItem, plan_suite
+from massl.evaluations.suite import PAPER_SUITE, SuiteEntry, plan_suite
 
 
-def items_by_name(items: list[SuiteItem]) -> dict[tuple[str, str], SuiteItem]:
-    return {(item.protocol, item.data_name): item for item in items}
+def missing_by_name(data_root: Path, *, has_head: bool = False) -> dict[tuple[str, str], str | None]:
+    return {(entry.protocol, entry.data): missing for entry, missing in plan_suite(data_root, has_head=has_head)}
+
+
+def planned(data_root: Path) -> dict[tuple[str, str], SuiteEntry]:
+    return {(entry.protocol, entry.data): entry for entry, _ in plan_suite(data_root)}
 
 
 def touch(root: Path, *names: str) -> None:
@@ -52,67 +56,59 @@ def test_the_parts_are_those_the_protocol_needs(entry: object) -> None:
 
 
 def test_all_settings_are_understood_by_their_protocols(tmp_path: Path) -> None:
-    for item in plan_suite(tmp_path):
-        validate(PROTOCOLS[item.protocol].settings_type, item.settings, origin=item.protocol)
-    items = items_by_name(plan_suite(tmp_path))
-    assert items["low-shot", "ImageNet"].settings == {
+    entries = planned(tmp_path)
+    for entry in entries.values():
+        validate(PROTOCOLS[entry.protocol].settings_type, entry.settings, origin=entry.protocol)
+    assert entries["low-shot", "ImageNet"].settings == {
         "lists": (f"{tmp_path}/imagenet_lists/1percent.txt", f"{tmp_path}/imagenet_lists/10percent.txt")
     }
-    assert items["clustering", "CIFAR-10"].settings == {"ks": (47,)}
-    assert items["knn", "Pets"].settings == {}
+    assert entries["clustering", "CIFAR-10"].settings == {"ks": (47,)}
+    assert entries["knn", "Pets"].settings == {}
 
 
 def test_expensive_items_come_last_and_each_after_what_it_needs(tmp_path: Path) -> None:
-    order = [(item.protocol, item.data_name) for item in plan_suite(tmp_path)]
+    entries = planned(tmp_path)
+    order = list(entries)
     assert order.index(("knn", "ImageNet")) > max(order.index(("knn", name)) for name in ("Food101", "Pets"))
     assert order[-2:] == [("linear", "ImageNet"), ("backgrounds", "ImageNet-9")]
-    for position, item in enumerate(plan_suite(tmp_path)):
-        assert item.after is None or item.after in order[:position]
-    assert items_by_name(plan_suite(tmp_path))["backgrounds", "ImageNet-9"].after == ("linear", "ImageNet")
+    for position, entry in enumerate(entries.values()):
+        assert entry.after is None or entry.after in order[:position]
+    assert entries["backgrounds", "ImageNet-9"].after == ("linear", "ImageNet")
 
 
 def test_without_data_everything_is_missing_and_says_so(tmp_path: Path) -> None:
-    items = plan_suite(tmp_path / "nothing")
-    assert len(items) == len(PAPER_SUITE)
-    for item in items:
-        assert item.missing is not None
-        assert f"{tmp_path}/nothing/" in item.missing
-        assert "To get it: " in item.missing
+    found = missing_by_name(tmp_path / "nothing")
+    assert len(found) == len(PAPER_SUITE)
+    for missing in found.values():
+        assert missing is not None
+        assert f"{tmp_path}/nothing/" in missing
+        assert "To get it: " in missing
 
 
-def test_an_item_is_ready_when_its_own_files_are_there(tmp_path: Path) -> None:
+def test_an_entry_is_ready_when_its_own_files_are_there(tmp_path: Path) -> None:
     touch(tmp_path, "copydays/original/200000.jpg", "copydays/strong/200001.jpg", "imagenet/val/n01440764/a.JPEG")
-    ready = {pair for pair, item in items_by_name(plan_suite(tmp_path)).items() if item.missing is None}
+    ready = {pair for pair, missing in missing_by_name(tmp_path).items() if missing is None}
     assert ready == {("copy-detection", "Copydays"), ("attention", "ImageNet"), ("correspondence", "ImageNet")}
 
 
 def test_low_shot_needs_both_lists(tmp_path: Path) -> None:
     touch(tmp_path, "imagenet/train/n01440764/a.JPEG", "imagenet/val/n01440764/a.JPEG", "imagenet_lists/1percent.txt")
-    items = items_by_name(plan_suite(tmp_path))
-    missing = items["low-shot", "ImageNet"].missing
+    found = missing_by_name(tmp_path)
+    missing = found["low-shot", "ImageNet"]
     assert missing is not None
     assert "expected " + str(tmp_path / "imagenet_lists" / "10percent.txt") in missing
     assert str(tmp_path / "imagenet_lists" / "1percent.txt") not in missing
-    assert items["knn", "ImageNet"].missing is None
-    assert items["clustering", "ImageNet-1%"].missing is None
+    assert found["knn", "ImageNet"] is None
+    assert found["clustering", "ImageNet-1%"] is None
     touch(tmp_path, "imagenet_lists/10percent.txt")
-    assert items_by_name(plan_suite(tmp_path))["low-shot", "ImageNet"].missing is None
+    assert missing_by_name(tmp_path)["low-shot", "ImageNet"] is None
 
 
 def test_backgrounds_need_imagenet_for_their_head_unless_there_is_one(tmp_path: Path) -> None:
     touch(tmp_path, *BACKGROUND_FILES)
-    missing = items_by_name(plan_suite(tmp_path))["backgrounds", "ImageNet-9"].missing
+    missing = missing_by_name(tmp_path)["backgrounds", "ImageNet-9"]
     assert missing is not None
-    assert missing.startswith("needs what linear on ImageNet leaves behind. ImageNet is missing")
-    assert items_by_name(plan_suite(tmp_path, has_head=True))["backgrounds", "ImageNet-9"].missing is None
+    assert missing.startswith("needs the outcome of linear on ImageNet. ImageNet is missing")
+    assert missing_by_name(tmp_path, has_head=True)["backgrounds", "ImageNet-9"] is None
     touch(tmp_path, "imagenet/train/n01440764/a.JPEG", "imagenet/val/n01440764/a.JPEG")
-    assert items_by_name(plan_suite(tmp_path))["backgrounds", "ImageNet-9"].missing is None
-
-
-def test_an_item_opens_its_data_with_a_folder_for_its_output(tmp_path: Path) -> None:
-    touch(tmp_path, "copydays/original/200000.jpg", "copydays/strong/200001.jpg")
-    item = items_by_name(plan_suite(tmp_path))["copy-detection", "Copydays"]
-    remarks: list[str] = []
-    data = item.open(tmp_path / "out", warn=remarks.append)
-    assert (data.name, data.folder, data.output) == ("Copydays", tmp_path / "copydays", tmp_path / "out")
-    assert remarks[0] == "copydays/original/*.jpg has 1 images, published protocol has 157"
+    assert missing_by_name(tmp_path)["backgrounds", "ImageNet-9"] is None

@@ -1,11 +1,14 @@
 import io
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from massl.commands.console import print_table
+from massl.evaluations.measurement import Setting
+from massl.evaluations.results import ResultRow
 from massl.reports.published.paper import TRANSFER_DATA, PaperFigure, paper_figures
 from massl.reports.tables import ResultsTable, as_markdown, results_table, transfer_averages
 
@@ -14,11 +17,11 @@ PUBLISHED = "best over rates and epochs (as published)"
 
 def result(
     protocol: str = "knn", data: str = "Pets", setting: str = "k=20", metric: str = "top1", **changes: Any
-) -> dict[str, Any]:
-    return {
+) -> ResultRow:
+    values = {
         "protocol": protocol,
         "data": data,
-        "setting": setting,
+        "setting": Setting.parse(setting),
         "metric": metric,
         "value": 91.256,
         "num_samples": 3669,
@@ -28,13 +31,15 @@ def result(
         "architecture": "ViT-B/16",
         "precision": "fp32",
         "run": "fedcba9876543210",
+        "train": "trainval",
+        "images": "00112233",
         "created": "2024-07-21T12:00:00+00:00",
         "version": "0.1.0",
-        **changes,
     }
+    return ResultRow(**{**values, **changes})
 
 
-def many_results(**changes: Any) -> list[dict[str, Any]]:
+def many_results(**changes: Any) -> list[ResultRow]:
     """What an evaluation of everything leaves, the longest names of it."""
     return [
         *(
@@ -55,10 +60,10 @@ def many_results(**changes: Any) -> list[dict[str, Any]]:
     ]
 
 
-def figure_for(row: dict[str, Any]) -> PaperFigure:
+def figure_for(row: ResultRow) -> PaperFigure:
     """MaSSL's number in the paper for what a row measures."""
     names = ("protocol", "data", "setting", "metric", "architecture")
-    return paper_figures(**{name: row[name] for name in names})["MaSSL"]
+    return paper_figures(**{name: str(getattr(row, name)) for name in names})["MaSSL"]
 
 
 def cells_of(table: ResultsTable, column: str) -> list[str]:
@@ -159,7 +164,10 @@ def test_a_deviation_joins_its_mean_and_the_papers_stands_beside_it() -> None:
 
 @pytest.mark.parametrize("name", ["data", "metric", "weights", "precision", "protocol"])
 def test_a_deviation_of_something_else_stays_a_row(name: str) -> None:
-    rows = [result(setting="draws mean", value=50.0), {**result(setting="draws deviation", value=0.5), name: "other"}]
+    rows = [
+        result(setting="draws mean", value=50.0),
+        replace(result(setting="draws deviation", value=0.5), **{name: "other"}),
+    ]
     table = results_table(rows)
     assert cells_of(table, "value") == ["50.00", "0.50"]
 
@@ -275,7 +283,7 @@ def test_a_table_of_nothing_is_empty_in_either_form() -> None:
 # ---- averages --------------------------------------------------------------------------------------------------------
 
 
-def eight_sets(**changes: Any) -> list[dict[str, Any]]:
+def eight_sets(**changes: Any) -> list[ResultRow]:
     return [
         result(data=data, **{"value": float(number), "num_samples": 10 * number, **changes})
         for number, data in enumerate(TRANSFER_DATA)
@@ -284,15 +292,14 @@ def eight_sets(**changes: Any) -> list[dict[str, Any]]:
 
 def test_the_average_over_eight_sets_does_not_weigh_them_by_size() -> None:
     (average,) = transfer_averages(eight_sets())
-    assert (average["data"], average["value"], average["num_samples"]) == ("average of 8", 3.5, 280)
-    assert average["seconds"] == pytest.approx(8 * 12.34)
-    assert average.keys() == result().keys()
+    assert (average.data, average.value, average.num_samples) == ("average of 8", 3.5, 280)
+    assert average.seconds == pytest.approx(8 * 12.34)
 
 
 def test_averages_of_the_papers_own_figures_are_the_papers_averages() -> None:
-    rows = [{**row, "value": figure_for(row).value} for row in eight_sets()]
+    rows = [replace(row, value=figure_for(row).value) for row in eight_sets()]
     (average,) = transfer_averages(rows)
-    assert average["value"] == pytest.approx(63.36438755, abs=1e-6)
+    assert average.value == pytest.approx(63.36438755, abs=1e-6)
     table = results_table([average])
     assert table.lines[0][4] == "63.36"
     assert table.lines[0][-1].startswith("63.36")
@@ -300,20 +307,21 @@ def test_averages_of_the_papers_own_figures_are_the_papers_averages() -> None:
 
 def test_there_is_no_average_over_seven_sets_nor_across_models_or_settings() -> None:
     assert transfer_averages(eight_sets()[1:]) == []
-    for changes in (
-        {"setting": "k=10"},
+    differences: list[dict[str, Any]] = [
+        {"setting": Setting(k=10)},
         {"metric": "top5"},
         {"weights": "b"},
         {"precision": "bf16"},
         {"protocol": "logreg"},
-    ):
-        assert transfer_averages([*eight_sets()[1:], {**eight_sets()[0], **changes}]) == []
+    ]
+    for changes in differences:
+        assert transfer_averages([*eight_sets()[1:], replace(eight_sets()[0], **changes)]) == []
     assert transfer_averages(eight_sets(setting="best k (k=20)")) == []
 
 
 def test_each_k_and_each_model_has_its_own_average() -> None:
     rows = [*eight_sets(), *eight_sets(setting="k=10", value=1.0), *eight_sets(weights="b", value=2.0)]
-    assert [(row["setting"], row["weights"][0], row["value"]) for row in transfer_averages(rows)] == [
+    assert [(str(row.setting), row.weights[0], row.value) for row in transfer_averages(rows)] == [
         ("k=20", "0", 3.5),
         ("k=10", "0", 1.0),
         ("k=20", "b", 2.0),

@@ -1,21 +1,23 @@
-"""What `massl evaluate` has to do, as a list: from protocols and images named by the user, or from the paper's suite."""
+"""The jobs of `massl evaluate`: protocols on images named by the user, or the paper's suite."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from massl.commands.evaluate.settings import EvaluateSettings
+from massl.commands.evaluate.settings import EvaluationRequest
 from massl.config import Settings, fingerprint, merge, validate
 from massl.data.sources import open_source
 from massl.data.sources.file_stamps import digest_of_files, files_below
-from massl.evaluations.base import EvaluationData, EvaluationError
+from massl.evaluations.base import EvaluationData
 from massl.evaluations.datasets import look_up, missing_data, open_data
+from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import EvaluationError
 from massl.evaluations.protocols import PROTOCOLS
 from massl.evaluations.protocols.linear import HEAD_FILE
-from massl.evaluations.suite import SuiteItem, plan_suite
+from massl.evaluations.suite import plan_suite
 
-_FORMAT = 1  # raise when the same protocol on the same data would give other numbers
+_FORMAT = 1  # increase when the same protocol on the same data gives other numbers
 
 Warn = Callable[[str], None]
 
@@ -27,7 +29,7 @@ class Job:
     protocol: str
     data_name: str
     settings: Settings
-    open: Callable[[Path, Warn], EvaluationData]  # given the folder for its heads and figures, and who hears of doubts
+    open: Callable[[Path, Warn], EvaluationData]  # from the folder for heads and figures, and a receiver of warnings
 
     @property
     def title(self) -> str:
@@ -37,118 +39,77 @@ class Job:
         return folder / re.sub(r"[^\w.-]+", "_", self.data_name).strip("_")
 
 
-@dataclass(frozen=True)
-class MissingJob:
-    """What cannot be done, and what it lacks."""
-
-    title: str
-    lacks: str
-
-
-def jobs_of(settings: EvaluateSettings) -> tuple[list[Job], list[MissingJob]]:
-    if settings.suite is not None:
-        return _jobs_of_suite(settings)
-    if settings.data:
-        return _jobs_on_known_data(settings)
-    return [_job_on_given_data(settings, protocol) for protocol in settings.protocol], []
-
-
-def _jobs_of_suite(settings: EvaluateSettings) -> tuple[list[Job], list[MissingJob]]:
-    assert settings.data_root is not None
-    jobs, missing = [], []
-    has_head = Path(str(getattr(_with_head(settings.backgrounds, settings), "head", ""))).is_file()
-    for item in plan_suite(Path(settings.data_root).expanduser(), has_head=has_head):
-        if item.missing is not None:
-            missing.append(MissingJob(f"{item.protocol} on {item.data_name}", item.missing))
-            continue
-        given = settings.of_protocol(item.protocol)
-        # What the user set stands; the suite fills in what was left at its default.
-        default = type(given)()
-        changes = {
-            key: value
-            for key, value in item.settings.items()
-            if getattr(given, key.split(".")[0]) == getattr(default, key.split(".")[0])
-        }
-        chosen = validate(type(given), merge(given.model_dump(mode="json"), changes), origin=item.protocol)
-        jobs.append(
-            Job(
-                protocol=item.protocol,
-                data_name=item.data_name,
-                settings=_with_head(chosen, settings),
-                open=_opener(item),
-            )
-        )
+def jobs_of(request: EvaluationRequest) -> tuple[list[Job], dict[str, str]]:
+    """The jobs to do, and for the title of each job that lacks files: which, and how to get them."""
+    if request.data_root is None or not (request.suite or request.data):
+        return [_job_on_given_data(request, protocol) for protocol in request.protocol], {}
+    root = Path(request.data_root).expanduser()
+    planned = list(_jobs_of_suite(request, root) if request.suite else _jobs_on_known_data(request, root))
+    jobs = [job for job, lacks in planned if lacks is None]
+    missing = {job.title: lacks for job, lacks in planned if lacks is not None}
+    if not jobs and not request.suite:
+        raise EvaluationError(" ".join(f"{title}: {lacks}" for title, lacks in missing.items()))
     return jobs, missing
 
 
-def _opener(item: SuiteItem) -> Callable[[Path, Warn], EvaluationData]:
-    return lambda output, warn: item.open(output, warn=warn)
+def _jobs_of_suite(request: EvaluationRequest, root: Path) -> Iterator[tuple[Job, str | None]]:
+    head = getattr(_settings_of("backgrounds", request), "head", "")
+    for entry, lacks in plan_suite(root, has_head=Path(head).is_file()):
+        given = _settings_of(entry.protocol, request)
+        default = type(given)()  # the suite's settings apply only where the user left the default
+        changes = {key: value for key, value in entry.settings.items() if getattr(given, key) == getattr(default, key)}
+        chosen = validate(type(given), merge(given.model_dump(mode="json"), changes), origin=entry.protocol)
+        yield _job_below(root, entry.protocol, entry.data, chosen, parts=entry.parts), lacks
 
 
-def _jobs_on_known_data(settings: EvaluateSettings) -> tuple[list[Job], list[MissingJob]]:
-    wanted = [
-        _job_on_known_data(settings, protocol, look_up(name))
-        for name in settings.data
-        for protocol in settings.protocol
-    ]
-    jobs = [job for job in wanted if isinstance(job, Job)]
-    missing = [job for job in wanted if isinstance(job, MissingJob)]
-    if not jobs:
-        raise EvaluationError(" ".join(f"{job.title}: {job.lacks}" for job in missing))
-    return jobs, missing
+def _jobs_on_known_data(request: EvaluationRequest, root: Path) -> Iterator[tuple[Job, str | None]]:
+    for name in map(look_up, request.data):
+        for protocol in request.protocol:
+            needs = PROTOCOLS[protocol].needs
+            has_validation = missing_data(name, root, parts=("validation",)) is None
+            parts = (*needs, "validation") if has_validation else needs
+            job = _job_below(root, protocol, name, _settings_of(protocol, request), parts=parts)
+            yield job, missing_data(name, root, parts=needs)
 
 
-def _job_on_known_data(settings: EvaluateSettings, protocol: str, name: str) -> Job | MissingJob:
-    assert settings.data_root is not None
-    root = Path(settings.data_root).expanduser()
-    needs = PROTOCOLS[protocol].needs
-    lacks = missing_data(name, root, parts=needs)
-    parts = (*needs, "validation") if missing_data(name, root, parts=("validation",)) is None else needs
-    if lacks is not None:
-        return MissingJob(f"{protocol} on {name}", lacks)
+def _job_below(root: Path, protocol: str, name: str, settings: Settings, *, parts: tuple[str, ...]) -> Job:
     return Job(
         protocol=protocol,
         data_name=name,
-        settings=_with_head(settings.of_protocol(protocol), settings),
+        settings=settings,
         open=lambda output, warn: open_data(name, root, parts=parts, output=output, warn=warn),
     )
 
 
-def _job_on_given_data(settings: EvaluateSettings, protocol: str) -> Job:
+def _job_on_given_data(request: EvaluationRequest, protocol: str) -> Job:
     for need in PROTOCOLS[protocol].needs:
-        if getattr(settings, need) is None:
-            raise EvaluationError(f"{protocol} needs --{need}: {EvaluateSettings.model_fields[need].description}")
+        if getattr(request, need) is None:
+            raise EvaluationError(f"{protocol} needs --{need}: {EvaluationRequest.model_fields[need].description}")
     uses_folder = "folder" in PROTOCOLS[protocol].needs
-    folder = Path(settings.folder or "").expanduser().absolute()  # absolute: "." has no name
+    folder = Path(request.folder or "").expanduser().absolute()  # absolute: "." has no name
     if uses_folder and not folder.is_dir():
         raise EvaluationError(
-            f"{protocol}: there is no folder {folder}; --folder names the data set in its published layout"
+            f"{protocol}: --folder {folder} does not exist; name the data set in its published layout"
         )
-    name = settings.name or str(folder.name if uses_folder else settings.test)
+    name = request.name or str(folder.name if uses_folder else request.test)
 
     def open_given(output: Path, _: Warn) -> EvaluationData:
         if uses_folder:
             return EvaluationData(name=name, folder=folder, output=output)
         train, test, validation = (
-            None if uri is None else open_source(uri) for uri in (settings.train, settings.test, settings.validation)
+            None if uri is None else open_source(uri) for uri in (request.train, request.test, request.validation)
         )
         return EvaluationData(name=name, train=train, test=test, validation=validation, output=output)
 
-    return Job(
-        protocol=protocol,
-        data_name=name,
-        settings=_with_head(settings.of_protocol(protocol), settings),
-        open=open_given,
-    )
+    return Job(protocol=protocol, data_name=name, settings=_settings_of(protocol, request), open=open_given)
 
 
-def _with_head(chosen: Settings, settings: EvaluateSettings) -> Settings:
-    """ImageNet-9 is judged by the head that the linear probe on ImageNet has left in the same output folder, unless
-    another is named.
-    """
-    if getattr(chosen, "head", None) != "":
-        return chosen
-    return chosen.model_copy(update={"head": str(Path(settings.output).expanduser() / "ImageNet" / HEAD_FILE)})
+def _settings_of(protocol: str, request: EvaluationRequest) -> Settings:
+    """The protocol's settings; by default ImageNet-9 uses the head left by the linear probe in the same output folder."""
+    settings: Settings = getattr(request, protocol.replace("-", "_"))
+    if getattr(settings, "head", None) != "":
+        return settings
+    return settings.model_copy(update={"head": str(Path(request.output).expanduser() / "ImageNet" / HEAD_FILE)})
 
 
 def digest_of_images(data: EvaluationData) -> str:
@@ -162,12 +123,11 @@ def digest_of_images(data: EvaluationData) -> str:
     )
 
 
-def digest_of(job: Job, data: EvaluationData, *, images: str, model: dict[str, object]) -> str:
+def digest_of(job: Job, data: EvaluationData, *, images: str, extractor: Extractor) -> str:
     """Digest of all that decides the job's numbers; a result kept under it need not be measured again."""
     named = [getattr(job.settings, name, "") for name in ("head", "points_model")]
-    files = [
-        Path(name).expanduser() for name in (*named, *getattr(job.settings, "lists", ()))
-    ]  # whose content counts, not only their names
+    # files whose content counts, not only their names
+    files = [Path(name).expanduser() for name in (*named, *getattr(job.settings, "lists", ()))]
     whitening = getattr(job.settings, "whitening", "")
     return fingerprint(
         {
@@ -178,6 +138,11 @@ def digest_of(job: Job, data: EvaluationData, *, images: str, model: dict[str, o
             "whitening": open_source(whitening).fingerprint() if whitening else None,
             "format": _FORMAT,
             "name": data.name,
-            **model,
+            "weights": extractor.model.fingerprint,
+            "image_size": extractor.model.image_size,
+            "feature": extractor.feature,
+            "crop_ratio": extractor.crop_ratio,
+            "precision": extractor.settings.precision,
+            "decoder": extractor.settings.decoder,
         }
     )

@@ -1,31 +1,19 @@
-"""Everything `massl evaluate` can be told: the fields are its options."""
+"""The options of `massl evaluate`, as fields."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from massl.commands.model import ModelSettings
-from massl.config import Settings, closest
+from massl.config import closest
 from massl.evaluations.protocols import PROTOCOLS
-from massl.evaluations.protocols.attention import AttentionSettings
-from massl.evaluations.protocols.backgrounds import BackgroundsSettings
-from massl.evaluations.protocols.clustering import ClusteringSettings
-from massl.evaluations.protocols.copy_detection import CopyDetectionSettings
-from massl.evaluations.protocols.correspondence import CorrespondenceSettings
-from massl.evaluations.protocols.davis import DavisSettings
-from massl.evaluations.protocols.knn import KnnSettings
-from massl.evaluations.protocols.linear import LinearSettings
-from massl.evaluations.protocols.logreg import LogisticSettings
-from massl.evaluations.protocols.long_tail import LongTailSettings
-from massl.evaluations.protocols.low_shot import LowShotSettings
-from massl.evaluations.protocols.retrieval import RetrievalSettings
 
 NO_CACHE = "none"
 
 
-class EvaluateSettings(ModelSettings):
-    """What is measured on which images, and how."""
+class EvaluationRequest(ModelSettings):
+    """What to measure on which images: the options besides those of single protocols."""
 
     output: str = Field(description="folder for results.jsonl, results.md, kept features, heads and figures")
     protocol: tuple[str, ...] = Field(
@@ -53,28 +41,16 @@ class EvaluateSettings(ModelSettings):
         "", description=f"folder where features are kept; default: OUTPUT/features; {NO_CACHE}: they are not kept"
     )
     again: bool = Field(False, description="measure again what the results already hold")
-    knn: KnnSettings = KnnSettings()
-    logreg: LogisticSettings = LogisticSettings()
-    linear: LinearSettings = LinearSettings()
-    low_shot: LowShotSettings = LowShotSettings()
-    long_tail: LongTailSettings = LongTailSettings()
-    retrieval: RetrievalSettings = RetrievalSettings()
-    copy_detection: CopyDetectionSettings = CopyDetectionSettings()
-    backgrounds: BackgroundsSettings = BackgroundsSettings()
-    clustering: ClusteringSettings = ClusteringSettings()
-    attention: AttentionSettings = AttentionSettings()
-    correspondence: CorrespondenceSettings = CorrespondenceSettings()
-    davis: DavisSettings = DavisSettings()
 
     @model_validator(mode="after")
-    def _something_is_asked_for(self) -> "EvaluateSettings":
+    def _something_is_asked_for(self) -> "EvaluationRequest":
         for protocol in self.protocol:
             if protocol not in PROTOCOLS:
                 raise ValueError(
                     f"there is no protocol {protocol!r}.{closest(protocol, PROTOCOLS)} Known: {', '.join(PROTOCOLS)}"
                 )
         if (self.suite is None) == (not self.protocol):
-            raise ValueError("what is to be measured? Give protocol (knn, linear ...) or suite paper, one of the two")
+            raise ValueError("give either protocol (knn, linear ...) or suite paper")
         if (self.suite or self.data) and not self.data_root:
             raise ValueError("data_root is missing: the folder below which the data sets lie")
         own = [field for field in ("train", "test", "validation", "folder", "name") if getattr(self, field) is not None]
@@ -87,11 +63,14 @@ class EvaluateSettings(ModelSettings):
             )
         return self
 
-    def of_protocol(self, protocol: str) -> Settings:
-        settings: Settings = getattr(self, protocol.replace("-", "_"))
-        return settings
-
     def cache_folder(self) -> Path | None:
         if self.cache == NO_CACHE:
             return None
         return Path(self.cache).expanduser() if self.cache else Path(self.output).expanduser() / "features"
+
+
+_PROTOCOL_FIELDS: dict[str, Any] = {
+    name.replace("-", "_"): (entry.settings_type, entry.settings_type()) for name, entry in PROTOCOLS.items()
+}
+# All options, with one group for each protocol of the table.
+EvaluateSettings = create_model("EvaluateSettings", __base__=EvaluationRequest, **_PROTOCOL_FIELDS)

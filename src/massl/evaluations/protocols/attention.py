@@ -16,8 +16,9 @@ from massl import distributed, keyed_random
 from massl.config import Settings
 from massl.data.evaluation.views import SquareView, whole_patches
 from massl.data.sources.base import ImageSource
-from massl.evaluations.base import EvaluationData, Measurement, require_finite
+from massl.evaluations.base import EvaluationData, ProtocolEntry, require_finite
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import Measurement, Setting
 from massl.nn.token_readout import class_attention, require_patches
 from massl.ops.scoring.attention_maps import attention_tiles, mass_mask
 from massl.weights.models import LoadedModel
@@ -117,7 +118,9 @@ def measure_attention(extractor: Extractor, data: EvaluationData, settings: Atte
     names = [*(f"head {number}" for number in range(len(percent))), "mean of heads"]
     for name, value in zip(names, [*percent.tolist(), float(percent.mean())], strict=True):
         metric = f"patches holding {settings.mass:.0%} of attention"
-        yield Measurement(data=data.name, setting=name, metric=metric, value=value, num_samples=len(chosen))
+        yield Measurement(
+            data=data.name, setting=Setting(name=name), metric=metric, value=value, num_samples=len(chosen)
+        )
 
 
 def save_picture(path: Path, picture: Tensor) -> None:  # uint8 [H, W, 3]
@@ -128,3 +131,13 @@ def save_picture(path: Path, picture: Tensor) -> None:  # uint8 [H, W, 3]
 def save_captions(folder: Path, figures: list[dict[str, object]], **common: object) -> None:
     """`figures.json`: what the figures of a folder show; `common` holds for all of them."""
     (folder / "figures.json").write_text(json.dumps({**common, "figures": figures}, indent=2) + "\n", encoding="utf-8")
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_attention,
+    settings_type=AttentionSettings,
+    needs=("test",),
+    summary="self-attention of the class token, with figures",
+    unremarked=frozenset({"num_figures"}),
+    uses_centre_crop=False,
+)

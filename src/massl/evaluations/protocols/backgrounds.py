@@ -16,9 +16,10 @@ from massl.config import Settings
 from massl.data.evaluation.views import StoredView
 from massl.data.sources.base import DataError
 from massl.data.sources.folder import FolderSource
-from massl.evaluations.base import EvaluationData, EvaluationError, Measurement
+from massl.evaluations.base import EvaluationData, ProtocolEntry
 from massl.evaluations.datasets import BACKGROUNDS
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import EvaluationError, Measurement, Setting
 from massl.evaluations.protocols.linear import HEAD_FILE, SavedHead, load_head
 from massl.ops.scoring.linear_heads import classify
 
@@ -72,12 +73,16 @@ def measure_backgrounds(
         classes = classify(head.weights.to(device), head.bias.to(device), features.rows.to(device)).cpu()
         top1 = 100.0 * float((group_of_classes()[classes] == features.labels).double().mean())
         found[variant] = Measurement(
-            data=data.name, setting=variant + head.remark, metric="top1", value=top1, num_samples=len(features)
+            data=data.name,
+            setting=Setting(name=variant, remarks=head.remarks),
+            metric="top1",
+            value=top1,
+            num_samples=len(features),
         )
         yield found[variant]
     if {"mixed_same", "mixed_rand"} <= found.keys():
         gap = found["mixed_same"].value - found["mixed_rand"].value
-        yield replace(found["mixed_rand"], setting=f"BG-GAP{head.remark}", value=gap)
+        yield replace(found["mixed_rand"], setting=Setting(name="BG-GAP", remarks=head.remarks), value=gap)
 
 
 def _variants(folder: Path) -> dict[str, FolderSource]:
@@ -127,3 +132,13 @@ def _require_fitting(head: SavedHead, extractor: Extractor) -> None:
         raise EvaluationError(
             f"the linear head was trained on the feature {head.feature}; leave --feature {chosen} out"
         )
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_backgrounds,
+    settings_type=BackgroundsSettings,
+    needs=("folder",),
+    summary="ImageNet-9, robustness to backgrounds",
+    unremarked=frozenset({"head"}),
+    uses_centre_crop=False,
+)

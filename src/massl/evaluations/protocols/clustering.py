@@ -9,13 +9,14 @@ from torch import Tensor
 from massl import keyed_random
 from massl.config import Settings
 from massl.data.sources.base import DataError
-from massl.evaluations.base import EvaluationData, EvaluationError, Measurement, require_labels
+from massl.evaluations.base import EvaluationData, ProtocolEntry, require_labels
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import EvaluationError, Measurement, Setting
 from massl.ops.scoring.kmeans import assign, spherical_kmeans
 
 # Published with another number of clusters than there are classes: NMI and AMI of the ViT rows on CIFAR-10 together fit
 # 47, not 10.
-PUBLISHED_KS = {"CIFAR-10": {47: "k=47 (as published for ViTs)"}}
+PUBLISHED_KS = {"CIFAR-10": {47: "as published for ViTs"}}
 _CHUNK_ROWS = 65_536
 
 
@@ -79,10 +80,10 @@ def agreement(labels: Tensor, clusters: Tensor) -> dict[str, float]:  # [Q], [Q]
     }
 
 
-def cluster_numbers(data_name: str, *, num_classes: int, ks: tuple[int, ...]) -> dict[int, str]:
-    """How many clusters to look for -> the name of that setting, each number once."""
-    names = {num_classes: f"k={num_classes} (classes)", **PUBLISHED_KS.get(data_name, {})}
-    return {**names, **{k: f"k={k}" for k in ks if k not in names}}
+def cluster_numbers(data_name: str, *, num_classes: int, ks: tuple[int, ...]) -> dict[int, Setting]:
+    """How many clusters to look for -> the setting in the results, each number once."""
+    notes = {num_classes: "classes", **PUBLISHED_KS.get(data_name, {})}
+    return {k: Setting(k=k, note=notes.get(k, "")) for k in dict.fromkeys((*notes, *ks))}
 
 
 def measure_clustering(
@@ -110,3 +111,12 @@ def measure_clustering(
         found = cluster(train_rows, test_rows, num_clusters=num_clusters, settings=settings)
         for metric, value in agreement(test.labels, found).items():
             yield Measurement(data=data.name, setting=setting, metric=metric, value=value, num_samples=len(test))
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_clustering,
+    settings_type=ClusteringSettings,
+    needs=("train", "test"),
+    summary="k-means against labels: NMI, AMI, ARI",
+    unremarked=frozenset({"ks"}),
+)

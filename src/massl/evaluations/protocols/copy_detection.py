@@ -20,8 +20,9 @@ from massl.data.evaluation.views import SquareView, whole_patches
 from massl.data.sources import open_source
 from massl.data.sources.base import DataError
 from massl.data.sources.files import FileListSource
-from massl.evaluations.base import EvaluationData, Measurement
+from massl.evaluations.base import EvaluationData, ProtocolEntry
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import Measurement, Setting
 from massl.nn.token_readout import patch_size
 from massl.ops.scoring.ranking import average_precisions, mean_of_answered, rank_by_cosine
 
@@ -96,8 +97,8 @@ def measure_copy_detection(
     parts = {"": rankings[:, :_NUM_RANKS], "all ranks": rankings}
     for part, part_rankings in parts.items():
         mean, num_queries = mean_of_answered(average_precisions(part_rankings, positive, torch.zeros_like(positive)))
-        remarks = ", ".join(remark for remark in (part, "whitened" if settings.whitening else "") if remark)
-        setting = f"strong ({remarks})" if remarks else "strong"
+        note = ", ".join(filter(None, (part, "whitened" if settings.whitening else "")))
+        setting = Setting(name="strong", note=note)
         yield Measurement(data=name, setting=setting, metric="mAP", value=100.0 * mean, num_samples=num_queries)
 
 
@@ -131,3 +132,12 @@ def _jpegs(folder: Path) -> list[str]:
             f"{folder} {what}; expected the folders original and strong of Copydays in {folder.parent}, with files such as 200000.jpg"
         )
     return files
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_copy_detection,
+    settings_type=CopyDetectionSettings,
+    needs=("folder",),
+    summary="Copydays, strong",
+    uses_centre_crop=False,
+)

@@ -14,8 +14,9 @@ from massl.config import Settings
 from massl.data.evaluation.views import SquareView, whole_patches
 from massl.data.sources.base import ImageSource
 from massl.data.views import ViewSettings, draw_parameters, make_views
-from massl.evaluations.base import EvaluationData, EvaluationError, Measurement, require_finite
+from massl.evaluations.base import EvaluationData, ProtocolEntry, require_finite
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import EvaluationError, Measurement, Setting
 from massl.evaluations.protocols.attention import save_captions, save_picture
 from massl.keyed_random import Key
 from massl.nn.token_readout import UnsuitableModel, class_attention, has_class_token, require_patches
@@ -240,12 +241,12 @@ def measure_correspondence(
     shares = _shares(extractor, data.test, settings, size=size)  # [images, 2, radii]
     if points_model is not None and distributed.is_main():
         _save_figures(extractor, data, settings, size=size, points_model=points_model)
-    matching = f"instance, {'cosine' if settings.cosine else 'dot product'}"
-    for setting, percents in zip((matching, "instance, chance"), (100 * shares.mean(dim=0)).tolist(), strict=True):
+    names = ("cosine" if settings.cosine else "dot product", "chance")
+    for name, percents in zip(names, (100 * shares.mean(dim=0)).tolist(), strict=True):
         for radius, value in zip(settings.radii, percents, strict=True):
             yield Measurement(
                 data=data.name,
-                setting=setting,
+                setting=Setting(name="instance", remarks=(name,)),
                 metric=f"matched within R={radius}",
                 value=value,
                 num_samples=len(shares),
@@ -296,3 +297,13 @@ def _save_figures(
     save_captions(
         folder, captions, model=extractor.model.name, size=size, points_chosen_by_attention_of=points_model.name
     )
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_correspondence,
+    settings_type=CorrespondenceSettings,
+    needs=("test",),
+    summary="matching patches of two views, with figures",
+    unremarked=frozenset({"radii", "cosine", "num_points", "points_model", "num_figures"}),
+    uses_centre_crop=False,
+)

@@ -22,8 +22,9 @@ from massl.config import Settings
 from massl.data.evaluation.views import whole_patches
 from massl.data.sources.base import DataError
 from massl.data.sources.files import FileListSource
-from massl.evaluations.base import EvaluationData, Measurement, require_finite
+from massl.evaluations.base import EvaluationData, ProtocolEntry, require_finite
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import Measurement, Setting
 from massl.nn.token_readout import last_layers, require_patches
 from massl.ops.image_ops import RaggedImages
 from massl.ops.scoring.label_propagation import (
@@ -129,7 +130,7 @@ def measure_davis(extractor: Extractor, data: EvaluationData, settings: DavisSet
     regions, contours = (100.0 * torch.cat(scores).mean(dim=0)).tolist()
     num_objects = sum(map(len, scores))
     for metric, value in (("J&F", (regions + contours) / 2), ("J", regions), ("F", contours)):
-        yield Measurement(data=name, setting="val", metric=metric, value=value, num_samples=num_objects)
+        yield Measurement(data=name, setting=Setting(name="val"), metric=metric, value=value, num_samples=num_objects)
 
 
 def follow(extractor: Extractor, video: Video, settings: DavisSettings) -> Iterator[Tensor]:  # -> uint8 [H, W] each
@@ -257,3 +258,13 @@ def _videos(root: Path) -> list[Video]:
     if not videos:
         raise DataError(f"{listed} names no video; unpack DAVIS-2017 again")
     return videos
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_davis,
+    settings_type=DavisSettings,
+    needs=("folder",),
+    summary="DAVIS-2017 video segmentation, not in the paper",
+    unremarked=frozenset({"save_masks"}),
+    uses_centre_crop=False,
+)

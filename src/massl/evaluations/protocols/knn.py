@@ -7,8 +7,9 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from massl.config import Settings
-from massl.evaluations.base import EvaluationData, Measurement, require_labels, require_same_classes
+from massl.evaluations.base import EvaluationData, ProtocolEntry, require_labels, require_same_classes
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import Measurement, Setting
 from massl.ops.scoring.neighbours import cosine_topk, weighted_vote
 
 _MAX_SIMILARITIES = 1 << 28  # in work at once: 1 GiB; 209 queries against the 1.28 million images of ImageNet
@@ -46,14 +47,14 @@ def top_accuracy(scores: Tensor, labels: Tensor, *, num_best: int) -> float:  # 
     return 100.0 * float((num_before < num_best).double().mean())
 
 
-def neighbour_numbers(ks: tuple[int, ...], *, num_train: int) -> dict[int, str]:
-    """Each k once -> its name; of those that take all training images only the smallest, and its name says so."""
-    numbers: dict[int, str] = {}
+def settings_of_ks(ks: tuple[int, ...], *, num_train: int, name: str = "") -> dict[int, Setting]:
+    """Each k once -> its setting. Of those that take all training images only the smallest, and a note says so."""
+    settings: dict[int, Setting] = {}
     for k in sorted(set(ks)):
-        numbers[k] = f"k={k}" if k <= num_train else f"k={k} (all {num_train} images)"
+        settings[k] = Setting(name=name, k=k, note=f"all {num_train} images" if k > num_train else "")
         if k >= num_train:
             break
-    return numbers
+    return settings
 
 
 def measure_knn(extractor: Extractor, data: EvaluationData, settings: KnnSettings) -> Iterator[Measurement]:
@@ -68,17 +69,25 @@ def measure_knn(extractor: Extractor, data: EvaluationData, settings: KnnSetting
     for features in (train, test):
         require_labels(features)
     on_device = [tensor.to(extractor.device) for tensor in (train.rows, train.labels, test.rows)]
-    numbers = neighbour_numbers(settings.ks, num_train=len(train))
-    scores = knn_scores(*on_device, num_classes=num_classes, ks=tuple(numbers), temperature=settings.temperature)
+    by_k = settings_of_ks(settings.ks, num_train=len(train))
+    scores = knn_scores(*on_device, num_classes=num_classes, ks=tuple(by_k), temperature=settings.temperature)
     labels = test.labels.to(extractor.device)
-    top1 = {k: top_accuracy(scores[k], labels, num_best=1) for k in numbers}
-    for k, setting in numbers.items():
+    top1 = {k: top_accuracy(scores[k], labels, num_best=1) for k in by_k}
+    for k, setting in by_k.items():
         yield Measurement(data=data.name, setting=setting, metric="top1", value=top1[k], num_samples=len(test))
         # as CARP has it: one neighbour makes one guess, not five
         top5 = top_accuracy(scores[k], labels, num_best=min(5, k, len(train)))
         yield Measurement(data=data.name, setting=setting, metric="top5", value=top5, num_samples=len(test))
-    if len(numbers) > 1:
+    if len(by_k) > 1:
         best = max(top1, key=lambda k: top1[k])  # the smallest of several
-        yield Measurement(
-            data=data.name, setting=f"best k ({numbers[best]})", metric="top1", value=top1[best], num_samples=len(test)
-        )
+        setting = Setting(name=f"best k ({by_k[best]})")
+        yield Measurement(data=data.name, setting=setting, metric="top1", value=top1[best], num_samples=len(test))
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_knn,
+    settings_type=KnnSettings,
+    needs=("train", "test"),
+    summary="weighted k-nearest-neighbour classification",
+    unremarked=frozenset({"ks"}),
+)

@@ -26,14 +26,14 @@ from massl.data.sources.base import ImageSource
 from massl.data.sources.subset import SubsetSource
 from massl.evaluations.base import (
     EvaluationData,
-    EvaluationError,
     LabelledFeatures,
-    Measurement,
+    ProtocolEntry,
     labels_of_images,
     require_labels,
     require_same_classes,
 )
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import EvaluationError, Measurement, Setting
 from massl.evaluations.protocols.linear_training import (
     PUBLISHED,
     FreshCrops,
@@ -71,12 +71,11 @@ class LinearSettings(SweepSettings):
     )
 
     @property
-    def remark(self) -> str:
-        """What results must say of settings that are not the published ones."""
-        crops = {"fresh": "", "cached": f", {self.num_cached_crops} cached crops", "centre": ", centre crops"}[
-            self.crops
-        ]
-        return crops + ("" if self.epochs == type(self).model_fields["epochs"].default else f", {self.epochs} epochs")
+    def remarks(self) -> tuple[str, ...]:
+        """Deviations from the published settings that results must name."""
+        crops = {"fresh": "", "cached": f"{self.num_cached_crops} cached crops", "centre": "centre crops"}[self.crops]
+        is_usual = self.epochs == type(self).model_fields["epochs"].default
+        return tuple(filter(None, (crops, "" if is_usual else f"{self.epochs} epochs")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +97,14 @@ class LinearProbe:
         return self.extractor.settings.precision == "bf16"
 
     @property
-    def remark(self) -> str:
-        """What follows a setting's name where features or settings are not the published ones."""
-        return self.feature_remark + self.settings.remark
+    def feature_remarks(self) -> tuple[str, ...]:
+        return () if self.feature == usual_feature(self.extractor) else (f"feature {self.feature}",)
 
-    @property
-    def feature_remark(self) -> str:
-        return "" if self.feature == usual_feature(self.extractor) else f", feature {self.feature}"
+    def setting(self, selection: str, *, prefix: str = "", remarks: tuple[str, ...] = ()) -> Setting:
+        """How results name the accuracy of a head chosen by `selection`."""
+        name, _, note = selection.partition(" (")
+        remarks = (*remarks, *self.feature_remarks, *self.settings.remarks)
+        return Setting(name=prefix + name, note=note.removesuffix(")"), remarks=remarks)
 
 
 def usual_feature(extractor: Extractor) -> str:
@@ -235,9 +235,8 @@ def measure_linear(extractor: Extractor, data: EvaluationData, settings: LinearS
         save_head(data.output / HEAD_FILE, trained, probe, class_names=data.train.class_names or ())
         write_curves(data.output / CURVE_FILE, trained)
     for selection, value in trained.top1().items():
-        yield Measurement(
-            data=data.name, setting=selection + probe.remark, metric="top1", value=value, num_samples=len(probe.test)
-        )
+        setting = probe.setting(selection)
+        yield Measurement(data=data.name, setting=setting, metric="top1", value=value, num_samples=len(probe.test))
     forget([trained])
 
 
@@ -267,12 +266,13 @@ class SavedHead:
     class_names: tuple[str, ...]
     backbone: str  # fingerprint of the model whose features it was trained on
     view_size: int  # pixels of the images it was trained on
-    remark: str  # what was not as published in its training: ", 10 epochs"
+    remarks: tuple[str, ...]  # deviations from the published training: "epochs 10"
 
 
 def save_head(path: Path, trained: TrainedHeads, probe: LinearProbe, *, class_names: tuple[str, ...]) -> None:
     """The head of the published number, as safetensors; the metadata says how it came about."""
     head, model = trained.chosen[PUBLISHED], probe.extractor.model
+    remarks = (*changed(probe.settings, besides=("seed", "held_out")), *probe.feature_remarks)
     metadata = {
         "format": "pt",
         "feature": probe.feature,
@@ -282,8 +282,7 @@ def save_head(path: Path, trained: TrainedHeads, probe: LinearProbe, *, class_na
         "epoch": str(head.epoch + 1),
         "top1": repr(trained.top1()[PUBLISHED]),
         "backbone": model.fingerprint,
-        "remark": "".join(f", {change}" for change in changed(probe.settings, besides=("seed", "held_out")))
-        + probe.feature_remark,
+        "remark": "".join(f", {remark}" for remark in remarks),
     }
     with replacing(path) as partial:
         safetensors.torch.save_file({"weight": head.weights, "bias": head.bias}, partial, metadata=metadata)
@@ -306,9 +305,18 @@ def load_head(path: Path) -> SavedHead:
             class_names=tuple(json.loads(metadata["class_names"])),
             backbone=metadata["backbone"],
             view_size=int(metadata["view_size"]),
-            remark=metadata["remark"],
+            remarks=tuple(metadata["remark"].split(", ")[1:]),  # ", epochs 10" or ""
         )
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise EvaluationError(
             f"{path} is no linear head of massl's ({error}); the linear protocol writes {HEAD_FILE}"
         ) from None
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_linear,
+    settings_type=LinearSettings,
+    needs=("train", "test"),
+    summary="linear probe by SGD, 45 learning rates at once",
+    unremarked=frozenset({"crops", "num_cached_crops", "epochs"}),
+)

@@ -21,8 +21,9 @@ from massl import distributed, keyed_random
 from massl.config import Settings
 from massl.data.evaluation.views import RandomCropView
 from massl.data.sources.base import ImageSource
-from massl.evaluations.base import EvaluationError, LabelledFeatures
+from massl.evaluations.base import LabelledFeatures
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import EvaluationError
 from massl.files import replacing
 from massl.ops.scoring.linear_heads import LinearHeads, count_correct, matrix_products, new_heads, sgd_step_
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import log_softmax, normalize, softmax
 
 from massl.config import Settings
-from massl.evaluations.base import EvaluationData, EvaluationError, Measurement, require_labels, require_same_classes
+from massl.evaluations.base import EvaluationData, ProtocolEntry, require_labels, require_same_classes
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import EvaluationError, Measurement, Setting
 from massl.evaluations.protocols.knn import top_accuracy
 from massl.ops.scoring.lbfgs import LinearMap, minimise
 
@@ -166,7 +167,16 @@ def measure_logreg(extractor: Extractor, data: EvaluationData, settings: Logisti
         tolerance=settings.tolerance,
     )
     scores, labels = logistic_scores(test_rows, fit.weights), test.labels.to(extractor.device)
-    setting = settings.label if fit.converged else f"{settings.label} (not converged)"
+    setting = Setting(name=settings.label, note="" if fit.converged else "not converged")
     for num_best in (1, 5):
         value = top_accuracy(scores, labels, num_best=num_best)
         yield Measurement(data=data.name, setting=setting, metric=f"top{num_best}", value=value, num_samples=len(test))
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_logreg,
+    settings_type=LogisticSettings,
+    needs=("train", "test"),
+    summary="logistic regression on frozen features",
+    unremarked=frozenset({"penalty", "penalty_per_sample", "normalise", "max_iterations"}),
+)

@@ -15,8 +15,10 @@ from massl.config import Settings
 from massl.data.evaluation.subsets import long_tail_choice, long_tail_counts
 from massl.data.sources.base import ImageSource
 from massl.data.sources.subset import SubsetSource
-from massl.evaluations.base import EvaluationData, Measurement
+from massl.evaluations.base import EvaluationData, ProtocolEntry
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import Measurement
+from massl.evaluations.protocols.linear import PROTOCOL as LINEAR
 from massl.evaluations.protocols.linear import (
     LinearProbe,
     LinearSettings,
@@ -49,24 +51,16 @@ def measure_long_tail(extractor: Extractor, data: EvaluationData, settings: Long
     assert data.train is not None
     probe = prepare_probe(extractor, data, settings.linear)
     train = _long_tail_of(data.train, settings, num_classes=probe.num_classes) if settings.make else data.train
-    remark = (f", {settings.largest} to {settings.smallest} images per class" if settings.make else "") + probe.remark
+    tail = (f"{settings.largest} to {settings.smallest} images per class",) if settings.make else ()
     trained = train_heads(probe, train, held_out=held_out_of(probe, train))
     num_train_images = torch.bincount(labels_of(train), minlength=probe.num_classes)
     for selection, top1 in trained.top1().items():
-        found = [("", top1, len(probe.test))]
+        found = {"": (top1, len(probe.test))}
         if selection in trained.chosen:
-            found += [
-                (f", {group}", *score)
-                for group, score in _group_scores(probe, trained.chosen[selection], num_train_images).items()
-            ]
-        for group, value, num_samples in found:
-            yield Measurement(
-                data=data.name,
-                setting=f"{selection}{group}{remark}",
-                metric="top1",
-                value=value,
-                num_samples=num_samples,
-            )
+            found |= _group_scores(probe, trained.chosen[selection], num_train_images)
+        for group, (value, num_samples) in found.items():
+            setting = probe.setting(selection, remarks=(*filter(None, [group]), *tail))
+            yield Measurement(data=data.name, setting=setting, metric="top1", value=value, num_samples=num_samples)
     forget([trained])
 
 
@@ -95,3 +89,12 @@ def accuracy_by_group(predicted: Tensor, labels: Tensor, num_train_images: Tenso
         if len(correct) > 0:
             scores[group] = (100.0 * float(correct.double().mean()), len(correct))
     return scores
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_long_tail,
+    settings_type=LongTailSettings,
+    needs=("train", "test"),
+    summary="linear probe on unbalanced classes",
+    unremarked=LINEAR.unremarked | {"make", "largest", "smallest"},
+)

@@ -9,7 +9,7 @@ those of the test set itself.
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,16 +24,10 @@ from massl.data.evaluation.subset_lists import read_name_list
 from massl.data.evaluation.subsets import balanced_choice, fraction_choice
 from massl.data.sources.base import ImageSource
 from massl.data.sources.subset import SubsetSource
-from massl.evaluations.base import (
-    EvaluationData,
-    EvaluationError,
-    LabelledFeatures,
-    Measurement,
-    require_labels,
-    require_same_classes,
-)
+from massl.evaluations.base import EvaluationData, LabelledFeatures, ProtocolEntry, require_labels, require_same_classes
 from massl.evaluations.features import Extractor
-from massl.evaluations.protocols.knn import KnnSettings, knn_scores, neighbour_numbers, top_accuracy
+from massl.evaluations.measurement import EvaluationError, Measurement, Setting
+from massl.evaluations.protocols.knn import KnnSettings, knn_scores, settings_of_ks, top_accuracy
 from massl.evaluations.protocols.linear import (
     MAX_HELD_OUT,
     LinearProbe,
@@ -45,7 +39,9 @@ from massl.evaluations.protocols.linear import (
     prepare_probe,
     train_heads,
 )
+from massl.evaluations.protocols.linear import PROTOCOL as LINEAR
 from massl.evaluations.protocols.linear_training import PUBLISHED, HeldOut, TrainedHeads
+from massl.evaluations.protocols.logreg import PROTOCOL as LOGREG
 from massl.evaluations.protocols.logreg import LogisticSettings, fit_logistic, logistic_scores
 
 Scorer = Literal["knn", "logreg", "linear"]
@@ -75,11 +71,10 @@ class LowShotSettings(Settings):
 
 
 class Score(NamedTuple):
-    """A test accuracy, named as results are, after the subset."""
+    """A test accuracy as the results name it."""
 
-    name: str
+    setting: Setting
     top1: float  # percent
-    remark: str = ""  # what may hold for one draw and not for another
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +107,13 @@ def measure_low_shot(extractor: Extractor, data: EvaluationData, settings: LowSh
     bench = _prepare(extractor, data, settings)
     finished: list[TrainedHeads] = []
 
-    def measurement(setting: str, value: float) -> Measurement:
+    def measurement(score: Score) -> Measurement:
+        setting, value = score
         return Measurement(data=data.name, setting=setting, metric="top1", value=value, num_samples=bench.num_test)
 
     for name, indices in shares.items():
         subset = SubsetSource(data.train, indices, name=f"{name} of {data.train.name}")
-        for score in _share_scores(bench, subset, finished):
-            yield measurement(f"{name} {score.name}{score.remark}", score.top1)
+        yield from map(measurement, _share_scores(bench, subset, name, finished))
     held_out = _held_out_of_rest(bench, data.train, [indices for few in draws.values() for indices in few])
     for num_per_class, few in draws.items():
         name = f"{num_per_class} per class"
@@ -126,9 +121,8 @@ def measure_low_shot(extractor: Extractor, data: EvaluationData, settings: LowSh
             SubsetSource(data.train, indices, name=f"{name} of {data.train.name}, draw {i}")
             for i, indices in enumerate(few, 1)
         ]
-        scores = [list(_few_shot_scores(bench, source, held_out, finished)) for source in sources]
-        for statistic, score in _over_draws(scores):
-            yield measurement(f"{name} {score.name}{score.remark} {statistic}", score.top1)
+        draws_of_scores = [list(_few_shot_scores(bench, source, name, held_out, finished)) for source in sources]
+        yield from map(measurement, _over_draws(draws_of_scores))
     forget(finished)
 
 
@@ -199,26 +193,26 @@ def _held_out_of_rest(bench: _Bench, train: ImageSource, drawn: Sequence[Tensor]
 # ---- scores ----------------------------------------------------------------------------------------------------------
 
 
-def _share_scores(bench: _Bench, subset: ImageSource, finished: list[TrainedHeads]) -> Iterator[Score]:
+def _share_scores(bench: _Bench, subset: ImageSource, name: str, finished: list[TrainedHeads]) -> Iterator[Score]:
     """Scores of a share, part of which is held out to choose a rate."""
     scorers = bench.settings.scorers
-    yield from _scores_of_class_tokens(bench, subset, scorers)
+    yield from _scores_of_class_tokens(bench, subset, name, scorers)
     if "linear" in scorers:
         assert bench.probe is not None
         trained = train_heads(bench.probe, subset, held_out=held_out_of(bench.probe, subset))
         finished.append(trained)
         for selection, top1 in trained.top1().items():
-            yield Score(f"linear {selection}{bench.probe.remark}", top1)
+            yield Score(bench.probe.setting(selection, prefix=f"{name} linear "), top1)
 
 
 def _few_shot_scores(
-    bench: _Bench, subset: ImageSource, held_out: HeldOut | None, finished: list[TrainedHeads]
+    bench: _Bench, subset: ImageSource, name: str, held_out: HeldOut | None, finished: list[TrainedHeads]
 ) -> Iterator[Score]:
     """Scores of a few images per class, all of which are learned from; the published choice of a head goes without
     saying.
     """
     scorers = bench.settings.per_class_scorers
-    yield from _scores_of_class_tokens(bench, subset, scorers)
+    yield from _scores_of_class_tokens(bench, subset, name, scorers)
     if "linear" in scorers:
         assert bench.probe is not None
         trained = train_heads(bench.probe, subset, held_out=held_out)
@@ -226,10 +220,13 @@ def _few_shot_scores(
         for selection, top1 in trained.top1().items():
             if bench.probe.validation is None:
                 selection = selection.replace("held-out images", "other training images")
-            yield Score(("linear" if selection == PUBLISHED else f"linear {selection}") + bench.probe.remark, top1)
+            how = "" if selection == PUBLISHED else f" {selection}"
+            yield Score(bench.probe.setting(f"{name} linear{how}"), top1)
 
 
-def _scores_of_class_tokens(bench: _Bench, subset: ImageSource, scorers: Sequence[Scorer]) -> Iterator[Score]:
+def _scores_of_class_tokens(
+    bench: _Bench, subset: ImageSource, name: str, scorers: Sequence[Scorer]
+) -> Iterator[Score]:
     if bench.test is None or not {"knn", "logreg"} & set(scorers):
         return
     device = bench.extractor.device
@@ -239,18 +236,20 @@ def _scores_of_class_tokens(bench: _Bench, subset: ImageSource, scorers: Sequenc
     )
     if "knn" in scorers:
         knn = bench.settings.knn
-        numbers = neighbour_numbers(knn.ks, num_train=len(rows))
+        by_k = settings_of_ks(knn.ks, num_train=len(rows), name=f"{name} knn")
         class_scores = knn_scores(
-            rows, labels, test_rows, num_classes=bench.num_classes, ks=tuple(numbers), temperature=knn.temperature
+            rows, labels, test_rows, num_classes=bench.num_classes, ks=tuple(by_k), temperature=knn.temperature
         )
         top1 = {k: top_accuracy(k_scores, test_labels, num_best=1) for k, k_scores in class_scores.items()}
-        yield from (Score(f"knn {numbers[k]}", value) for k, value in top1.items())
-        yield Score("knn best k", max(top1.values()))
+        yield from (Score(by_k[k], value) for k, value in top1.items())
+        yield Score(Setting(name=f"{name} knn best k"), max(top1.values()))
     if "logreg" in scorers:
-        yield _logistic_score(bench, rows, labels, test_rows, test_labels)
+        yield _logistic_score(bench, name, rows, labels, test_rows, test_labels)
 
 
-def _logistic_score(bench: _Bench, rows: Tensor, labels: Tensor, test_rows: Tensor, test_labels: Tensor) -> Score:
+def _logistic_score(
+    bench: _Bench, name: str, rows: Tensor, labels: Tensor, test_rows: Tensor, test_labels: Tensor
+) -> Score:
     settings = bench.settings.logreg
     if settings.normalise:
         rows, test_rows = normalize(rows, dim=1), normalize(test_rows, dim=1)
@@ -263,14 +262,27 @@ def _logistic_score(bench: _Bench, rows: Tensor, labels: Tensor, test_rows: Tens
         tolerance=settings.tolerance,
     )
     top1 = top_accuracy(logistic_scores(test_rows, fit.weights), test_labels, num_best=1)
-    return Score(f"logreg {settings.label}", top1, "" if fit.converged else " (not converged)")
+    note = "" if fit.converged else "not converged"
+    return Score(Setting(name=f"{name} logreg {settings.label}", note=note), top1)
 
 
-def _over_draws(draws: list[list[Score]]) -> Iterator[tuple[str, Score]]:
-    """Mean and, of at least two draws, sample deviation of each score; what one draw remarks is remarked of all."""
+def _over_draws(draws: list[list[Score]]) -> Iterator[Score]:
+    """Mean and, of at least two draws, sample deviation of each score; "not converged" if one draw is not."""
     for scores in zip(*draws, strict=True):
-        assert len({score.name for score in scores}) == 1
-        values, remark = [score.top1 for score in scores], max(score.remark for score in scores)
-        yield "mean", Score(scores[0].name, statistics.fmean(values), remark)
+        assert len({score.setting.name for score in scores}) == 1
+        values = [score.top1 for score in scores]
+        setting = replace(scores[0].setting, note=max(score.setting.note for score in scores))
+        yield Score(replace(setting, statistic="mean"), statistics.fmean(values))
         if len(values) > 1:
-            yield "deviation", Score(scores[0].name, statistics.stdev(values), remark)
+            yield Score(replace(setting, statistic="deviation"), statistics.stdev(values))
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_low_shot,
+    settings_type=LowShotSettings,
+    needs=("train", "test"),
+    summary="classifiers from 1 %, 10 % or a few images per class",
+    unremarked=LINEAR.unremarked
+    | LOGREG.unremarked
+    | {"ks", "fractions", "lists", "scorers", "per_class", "per_class_scorers"},
+)

@@ -18,8 +18,9 @@ from massl.data.evaluation.ground_truth import QueryTruth, RetrievalTruth, read_
 from massl.data.evaluation.views import ThumbnailView
 from massl.data.sources.base import DataError
 from massl.data.sources.files import FileListSource
-from massl.evaluations.base import EvaluationData, EvaluationError, Measurement
+from massl.evaluations.base import EvaluationData, ProtocolEntry
 from massl.evaluations.features import Extractor
+from massl.evaluations.measurement import EvaluationError, Measurement, Setting
 from massl.nn.token_readout import patch_size
 from massl.ops.image_ops import RaggedImages
 from massl.ops.scoring.ranking import average_precisions, mean_of_answered, precisions_at, rank_by_cosine
@@ -120,15 +121,14 @@ def measure_retrieval(extractor: Extractor, data: EvaluationData, settings: Retr
     database_rows = images.features(database, view=view, feature=feature).rows.to(extractor.device)
     query_views = {"": view}
     if settings.crop_queries:
-        query_views[" (queries cropped)"] = replace(view, boxes=tuple(answer.box for answer in truth.answers))
-    for suffix, query_view in query_views.items():
+        query_views["queries cropped"] = replace(view, boxes=tuple(answer.box for answer in truth.answers))
+    for note, query_view in query_views.items():
         query_rows = images.features(queries, view=query_view, feature=feature).rows.to(extractor.device)
         for difficulty, metric, value, num_queries in retrieval_scores(
             rank_by_cosine(query_rows, database_rows), truth
         ):
-            yield Measurement(
-                data=name, setting=difficulty + suffix, metric=metric, value=value, num_samples=num_queries
-            )
+            setting = Setting(name=difficulty, note=note)
+            yield Measurement(data=name, setting=setting, metric=metric, value=value, num_samples=num_queries)
 
 
 def retrieval_scores(rankings: Tensor, truth: RetrievalTruth) -> Iterator[tuple[str, str, float, int]]:  # int64 [Q, M]
@@ -193,3 +193,13 @@ def _ground_truth_file(folder: Path) -> Path:
             "rparis6k with the file of the revisitop benchmark"
         )
     return found[0]
+
+
+PROTOCOL = ProtocolEntry(
+    measure=measure_retrieval,
+    settings_type=RetrievalSettings,
+    needs=("folder",),
+    summary="landmark retrieval, ROxford5k and RParis6k",
+    unremarked=frozenset({"crop_queries"}),
+    uses_centre_crop=False,
+)

@@ -59,7 +59,7 @@ def measured(model: LoadedModel, source: ArraySource, output: Path, **settings: 
     found = list(measure_attention(extractor_of(model), data, AttentionSettings.model_validate(settings)))
     assert {one.metric for one in found} == {f"patches holding {settings.get('mass', 0.6):.0%} of attention"}
     assert {one.num_samples for one in found} == {min(int(settings.get("num_images") or 100), len(source))}
-    return {one.setting: one.value for one in found}
+    return {str(one.setting): one.value for one in found}
 
 
 def test_the_share_of_patches_is_counted_per_head_and_averaged_over_images(source: ArraySource, tmp_path: Path) -> None:
@@ -185,7 +185,9 @@ def test_a_gpu_measures_and_draws_the_same(source: ArraySource, tmp_path: Path) 
     model.backbone.to(device)
     extractor = Extractor(model=model, settings=ExtractionSettings(num_workers=0), device=device, cache=None)
     data = EvaluationData(name="noise", test=source, output=tmp_path / "gpu")
-    found = {one.setting: one.value for one in measure_attention(extractor, data, AttentionSettings(num_figures=1))}
+    found = {
+        str(one.setting): one.value for one in measure_attention(extractor, data, AttentionSettings(num_figures=1))
+    }
     # of 7 x 81 patches few lie so close to the limit that rounding decides
     assert found == pytest.approx(expected, abs=0.5)
     cpu, gpu = (np.array(Image.open(tmp_path / name / "attention/000.png")).astype(int) for name in ("cpu", "gpu"))

@@ -13,8 +13,9 @@ from PIL import Image
 from torch import Tensor
 
 from massl.data.sources.base import DataError
-from massl.evaluations.base import EvaluationData, EvaluationError
+from massl.evaluations.base import EvaluationData
 from massl.evaluations.features import ExtractionSettings, Extractor
+from massl.evaluations.measurement import EvaluationError
 from massl.evaluations.protocols.backgrounds import (
     CLASSES_OF_GROUPS,
     BackgroundsSettings,
@@ -109,7 +110,7 @@ def test_the_groups_are_those_of_imagenet_9() -> None:
 def test_an_image_is_right_when_the_best_of_all_classes_lies_in_its_group(extractor: Extractor, release: Path) -> None:
     weight, bias = save_head(release.parent / "linear_head.safetensors")
     found = {
-        measurement.setting: measurement
+        str(measurement.setting): measurement
         for measurement in measure_backgrounds(extractor, data_of(release), BackgroundsSettings())
     }
     assert list(found) == ["original", "mixed_same", "mixed_rand", "BG-GAP"]
@@ -165,7 +166,7 @@ def test_what_was_not_as_published_in_the_training_of_the_head_stands_in_every_r
     save_head(release.parent / "linear_head.safetensors", remark=", epochs 2")
     found = list(measure_backgrounds(extractor, data_of(release), BackgroundsSettings()))
     assert found
-    assert all(measurement.setting.endswith(", epochs 2") for measurement in found)
+    assert all(str(measurement.setting).endswith(", epochs 2") for measurement in found)
 
 
 def test_another_feature_than_that_of_the_head_is_refused(extractor: Extractor, release: Path) -> None:

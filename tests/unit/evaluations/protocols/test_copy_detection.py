@@ -76,7 +76,7 @@ def measure(extractor: Extractor, folder: Path, **settings: Any) -> dict[str, fl
     assert {measurement.metric for measurement in measured} == {"mAP"}
     assert {measurement.num_samples for measurement in measured} == {len(list((folder / "strong").glob("*.jpg")))}
     assert {measurement.data for measurement in measured} == {"Copydays" if folder.name == "copydays" else folder.name}
-    return {measurement.setting: measurement.value for measurement in measured}
+    return {str(measurement.setting): measurement.value for measurement in measured}
 
 
 # ---- an independent pipeline -----------------------------------------------------------------------------------------

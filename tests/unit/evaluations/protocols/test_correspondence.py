@@ -93,7 +93,7 @@ def extractor_of(model: LoadedModel, batch_size: int = 10) -> Extractor:
 def measured(model: LoadedModel, source: ArraySource, output: Path, **settings: Any) -> dict[tuple[str, str], float]:
     data = EvaluationData(name=source.name, test=source, output=output)
     found = list(measure_correspondence(extractor_of(model), data, CorrespondenceSettings.model_validate(settings)))
-    return {(one.setting.removeprefix("instance, "), one.metric): one.value for one in found}
+    return {(str(one.setting).removeprefix("instance, "), one.metric): one.value for one in found}
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def two_bands(frame: int) -> Mask:
 def measure(extractor: Extractor, folder: Path, **settings: Any) -> dict[str, float]:
     data = EvaluationData(name=folder.name, folder=folder, output=folder / "output")
     measured = list(measure_davis(extractor, data, DavisSettings(**settings)))
-    assert [measurement.setting for measurement in measured] == ["val"] * 3
+    assert [str(measurement.setting) for measurement in measured] == ["val"] * 3
     return {measurement.metric: measurement.value for measurement in measured}
 
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from massl.data.evaluation.views import CentreView
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError
-from massl.evaluations.base import EvaluationData, Measurement
+from massl.evaluations.base import EvaluationData
 from massl.evaluations.features import ExtractionSettings, Extractor
+from massl.evaluations.measurement import Measurement
 from massl.evaluations.protocols import knn
-from massl.evaluations.protocols.knn import KnnSettings, knn_scores, measure_knn, neighbour_numbers, top_accuracy
+from massl.evaluations.protocols.knn import KnnSettings, knn_scores, measure_knn, settings_of_ks, top_accuracy
 from massl.nn.backbone import Backbone
 from massl.weights.models import LoadedModel
 
@@ -120,7 +121,9 @@ def test_the_memory_for_similarities_is_bounded_and_changes_no_score(monkeypatch
 def test_each_number_of_neighbours_is_measured_once_under_its_name(
     ks: tuple[int, ...], num_train: int, expected: dict[int, str]
 ) -> None:
-    assert neighbour_numbers(ks, num_train=num_train) == expected
+    found = settings_of_ks(ks, num_train=num_train)
+    assert {k: str(setting) for k, setting in found.items()} == expected
+    assert all(setting.k == k for k, setting in found.items())
 
 
 @pytest.mark.parametrize("ks", [(), (0,), (10, -1)])
@@ -170,7 +173,7 @@ def measure(
     data = EvaluationData(name="Demo", train=train, test=test, output=tmp_path)
     found = list(measure_knn(extractor, data, KnnSettings(ks=ks)))
     assert {(m.data, m.num_samples) for m in found} == {("Demo", len(test))}
-    by_name = {(m.setting, m.metric): m for m in found}
+    by_name = {(str(m.setting), m.metric): m for m in found}
     assert len(by_name) == len(found)
     return by_name
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from massl.data.sources.base import DataError, ImageSource
 from massl.data.sources.subset import SubsetSource
 from massl.evaluations.base import EvaluationData
 from massl.evaluations.features import ExtractionSettings, Extractor
+from massl.evaluations.measurement import Setting
 from massl.evaluations.protocols import low_shot
 from massl.evaluations.protocols.knn import KnnSettings
 from massl.evaluations.protocols.linear import LinearSettings, prepare_probe, train_heads
@@ -28,7 +30,7 @@ from massl.weights.models import LoadedModel
 NUM_CLASSES = 3
 LINEAR = LinearSettings(epochs=2, batch_size=8, base_rates=(0.01, 1.0), crops="centre", held_out=0.2)
 REMARK = ", centre crops, 2 epochs"
-BEST = "best over rates and epochs (as published)"
+BEST = "best over rates and epochs"
 
 
 def pictures(num_images: int, *, seed: int) -> ArraySource:
@@ -82,7 +84,7 @@ def measured(extractor: Extractor, data: EvaluationData, settings: LowShotSettin
     assert {(measurement.data, measurement.metric, measurement.num_samples) for measurement in measurements} == {
         ("Pictures", "top1", 45)
     }
-    return {measurement.setting: measurement.value for measurement in measurements}
+    return {str(measurement.setting): measurement.value for measurement in measurements}
 
 
 def class_tokens(extractor: Extractor, source: ImageSource) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -236,10 +238,12 @@ def test_all_scorers_can_be_asked_for_few_images_per_class(extractor: Extractor,
 
 def test_a_fit_that_did_not_converge_in_one_draw_is_remarked_of_all() -> None:
     Score = low_shot.Score
-    draws = [[Score("logreg", 10.0)], [Score("logreg", 20.0, " (not converged)")]]
+    setting = Setting(name="logreg")
+    draws = [[Score(setting, 10.0)], [Score(replace(setting, note="not converged"), 20.0)]]
     (mean, deviation) = low_shot._over_draws(draws)
-    assert mean == ("mean", Score("logreg", 15.0, " (not converged)"))
-    assert deviation[1].top1 == pytest.approx(50**0.5)
+    assert (str(mean.setting), mean.top1) == ("logreg (not converged) mean", 15.0)
+    assert str(deviation.setting) == "logreg (not converged) deviation"
+    assert deviation.top1 == pytest.approx(50**0.5)
 
 
 def test_too_few_images_are_refused_before_any_work(extractor: Extractor, data: EvaluationData) -> None:

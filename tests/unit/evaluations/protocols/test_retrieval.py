@@ -14,8 +14,9 @@ from torch.nn.functional import interpolate
 
 from massl.data.evaluation.ground_truth import QueryTruth, RetrievalTruth
 from massl.data.sources.base import DataError
-from massl.evaluations.base import EvaluationData, EvaluationError, Measurement
+from massl.evaluations.base import EvaluationData
 from massl.evaluations.features import ExtractionSettings, Extractor
+from massl.evaluations.measurement import EvaluationError, Measurement
 from massl.evaluations.protocols.retrieval import LandmarkView, RetrievalSettings, measure_retrieval, retrieval_scores
 from massl.nn.backbone import Backbone
 from massl.ops.image_ops import RaggedImages
@@ -94,7 +95,7 @@ def measure(
 ) -> dict[tuple[str, str], Measurement]:
     data = EvaluationData(name=folder.name if name is None else name, folder=folder, output=folder)
     measured = list(measure_retrieval(extractor, data, RetrievalSettings(**settings)))
-    found = {(measurement.setting, measurement.metric): measurement for measurement in measured}
+    found = {(str(measurement.setting), measurement.metric): measurement for measurement in measured}
     assert len(found) == len(measured)
     return found
 
