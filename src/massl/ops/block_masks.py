@@ -1,9 +1,8 @@
-"""Which patches a masked-image method hides: iBOT's rectangles, and the patches that MAE leaves visible.
+"""Random patch masks: iBOT's hidden rectangles, and the patches that stay visible to MAE.
 
-A mask is a function of the caller's key, the image and the view, such as ((seed, "block masks", step), image, view), so
-it does not depend on worker, rank or position in the batch. It is the same on every device, bit for bit: beside
-integers only float32 sums, products and square roots are used, which every processor rounds in the same way;
-exponentials it rounds as it likes.
+A mask depends only on the caller's key, the image and the view, not on worker, rank or position in the batch. It is
+bitwise the same on every device: besides integers only float32 sums, products and square roots are used, which all
+processors round in the same way, unlike exponentials.
 """
 
 import math
@@ -14,12 +13,11 @@ from torch import Tensor
 
 from massl import keyed_random
 
-# Tries of one mask, over all its rectangles; a mask that would need more ends early. With iBOT's ratios none of 200,000
-# masks of 14 x 14 patches needed more than 42 and none of 40,000 of 28 x 28 more than 58; where 0.9 of 28 x 28 are to
-# be hidden, none more than 108.
+# Tries per mask, over all its rectangles; a mask that needs more ends early. With iBOT's ratios, none of 200,000 masks
+# of 14 x 14 patches needed more than 42, none of 40,000 of 28 x 28 more than 58; with ratio 0.9 none more than 108.
 NUM_TRIES = 128
-NUM_FAILURES = 10  # so many tries in a row that place no rectangle end a mask
-NUM_DRAWS = 4  # random numbers of a try: area, aspect ratio, top, left
+NUM_FAILURES = 10  # failed tries in a row that end a mask
+NUM_DRAWS = 4  # random numbers per try: area, aspect ratio, top, left
 LOG_ASPECT_RATIO = math.log(1 / 0.3)  # height / width lies between 0.3 and 1 / 0.3, uniform in its logarithm
 EXPONENTIAL_TERMS = 9
 
@@ -34,14 +32,12 @@ def block_masks(
     ratio_variances: Sequence[float] = (0.0, 0.2),
     device: torch.device | str | None = None,
 ) -> Tensor:  # [B] int64 -> [num_views, B, height * width] bool, true where a patch is hidden
-    """Masks of overlapping rectangles, as iBOT draws them (Zhou et al., 2022, after Bao et al., 2022, BEiT); the
-    defaults are iBOT's.
+    """Masks of overlapping rectangles as in iBOT (Zhou et al., 2022, after BEiT, Bao et al., 2022), with its defaults.
 
-    Each mask takes one of `ratios` at random, moves it by at most its variance, and may then hide so large a share of
-    the patches. Every try draws a rectangle with an area between (shorter side // 3) ** 2 and what is left to hide; it
-    is placed if it is lower and narrower than the grid and hides some patches more, but not too many. Ten tries in a
-    row without success end the mask, so most masks hide a little less than their share. `device`: where the masks are
-    wanted, by default where the image numbers are.
+    Each mask takes one of `ratios` at random, changes it by at most its variance, and hides up to this share of the
+    patches. Every try draws a rectangle with an area between (shorter side // 3) ** 2 and what is left to hide; it is
+    placed if it is smaller than the grid in both directions and hides more patches, but not too many. Ten failed tries
+    in a row end the mask, so most masks hide a little less than their share. `device` defaults to that of the indices.
     """
     keys = _view_keys(key, image_indices, num_views, device)
     targets = _num_hidden(keys, grid[0] * grid[1], ratios, ratio_variances)
@@ -60,36 +56,29 @@ def random_kept(
     num_patches: int,
     num_kept: int,
     device: torch.device | str | None = None,
-) -> Tensor:  # [B] int64 -> [num_views, B, num_kept] int64, different numbers below num_patches
-    """The patches that stay visible to MAE's encoder (He et al., 2022), in random order: the first ones of a shuffled
-    list of all.
-    """
+) -> Tensor:  # [B] int64 -> [num_views, B, num_kept] int64
+    """Indices of the patches that stay visible to MAE's encoder (He et al., 2022): the first of a shuffled list."""
     if not 0 < num_kept <= num_patches:
         raise ValueError(f"{num_kept} of {num_patches} patches cannot stay visible; choose 1 to {num_patches}")
-    return _random_order(_view_keys(key, image_indices, num_views, device), num_patches)[..., :num_kept]
+    keys = _view_keys(key, image_indices, num_views, device)
+    noise = keyed_random.bits(keys[..., None], torch.arange(num_patches, device=keys.device))
+    return noise.argsort(dim=-1, stable=True)[..., :num_kept]
 
 
-# -> [V, B]
 def _view_keys(
     key: keyed_random.Key, image_indices: Tensor, num_views: int, device: torch.device | str | None
-) -> Tensor:
+) -> Tensor:  # -> [V, B]
     views = torch.arange(num_views, device=image_indices.device)[:, None]
     keys = keyed_random.bits(key, image_indices[None, :], views)
     return keys if device is None else keys.to(device, non_blocking=True)
 
 
-def _random_order(keys: Tensor, num_patches: int) -> Tensor:  # [V, B] -> [V, B, num_patches]
-    noise = keyed_random.bits(keys[..., None], torch.arange(num_patches, device=keys.device))
-    return noise.argsort(dim=-1, stable=True)
-
-
-# [V, B] -> [V, B]
 def _num_hidden(keys: Tensor, num_patches: int, ratios: Sequence[float], ratio_variances: Sequence[float]) -> Tensor:
-    """How many patches each mask may hide, a float32 number that is not rounded yet."""
+    """How many patches each mask [V, B] may hide, in float32, not rounded."""
     pairs = list(zip(ratios, ratio_variances, strict=True))
     for ratio, variance in pairs:
         if variance < 0.0 or not 0.0 <= ratio - variance <= ratio + variance <= 1.0:
-            raise ValueError(f"a share of patches lies between 0 and 1; {ratio} +- {variance} does not")
+            raise ValueError(f"ratio {ratio} +- {variance} exceeds the range 0 to 1")
     choice = keyed_random.integers(keys, "ratio", upper=len(pairs))
     unit = keyed_random.uniform(keys, "share")
     share = torch.zeros_like(unit)
@@ -98,8 +87,7 @@ def _num_hidden(keys: Tensor, num_patches: int, ratios: Sequence[float], ratio_v
     return share * num_patches
 
 
-# [V, B] -> [V, B, num_tries * NUM_DRAWS] in [0, 1)
-def rectangle_draws(keys: Tensor, first_try: int, num_tries: int) -> Tensor:
+def rectangle_draws(keys: Tensor, first_try: int, num_tries: int) -> Tensor:  # [V, B] -> [V, B, tries * NUM_DRAWS]
     numbers = torch.arange(first_try * NUM_DRAWS, (first_try + num_tries) * NUM_DRAWS, device=keys.device)
     return keyed_random.uniform(keys[..., None], numbers)
 
@@ -108,9 +96,8 @@ def smallest_area(grid: tuple[int, int]) -> int:
     return (min(grid) // 3) ** 2
 
 
-# [V, B] float32, [V, B] -> [V, B, H * W]
-def place_rectangles(targets: Tensor, keys: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The slow truth beside the kernel: all masks try once, then all again, until none has anything left to try."""
+def place_rectangles(targets: Tensor, keys: Tensor, grid: tuple[int, int]) -> Tensor:  # [V, B] each -> [V, B, H * W]
+    """The plain version of the kernel: all masks make one try at a time until all are finished."""
     height, width = grid
     rows = torch.arange(height, device=keys.device)[:, None]
     columns = torch.arange(width, device=keys.device)
@@ -137,14 +124,13 @@ def place_rectangles(targets: Tensor, keys: Tensor, grid: tuple[int, int]) -> Te
     return masks.flatten(2)
 
 
-# [n, 1] or [n], [V, B], [V, B] -> [V, B, n, 1] or [V, B, 1, n]
-def _between(numbers: Tensor, first: Tensor, count: Tensor) -> Tensor:
+def _between(numbers: Tensor, first: Tensor, count: Tensor) -> Tensor:  # -> [V, B, n, 1] or [V, B, 1, n]
     first, count = first[..., None, None], count[..., None, None]
     return (numbers >= first) & (numbers < first + count)
 
 
 def _exponential(x: Tensor) -> Tensor:
-    """exp(x) by its series; for |x| <= 0.6 the terms left out are below 2e-9."""
+    """exp(x) by its Taylor series; for |x| <= 0.6 the remainder is below 2e-9."""
     value = torch.ones_like(x)
     for number in range(EXPONENTIAL_TERMS, 0, -1):
         value = value * x * (1.0 / number) + 1.0

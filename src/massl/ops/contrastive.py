@@ -1,23 +1,22 @@
-"""Contrastive losses: find one's own among all."""
+"""InfoNCE, and the nearest memory rows of NNCLR."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-_MAX_SIMILARITIES = 2**27  # computed at once, 0.5 GB: 4096 images and 98,304 rows would need 3.2 GB
+_MAX_SIMILARITIES = 2**27  # at once, 0.5 GB; 4096 images and 98,304 rows together would need 3.2 GB
 
 
 def info_nce(
     queries: Tensor, keys: Tensor, *, temperature: float, first_positive: int = 0
 ) -> tuple[Tensor, Tensor]:  # [V, N, D], [V, M, D], of unit length -> [], [] percent
-    """InfoNCE (van den Oord et al., 2018): cross-entropy of picking each query's own key among all keys of its view,
-    and how often it is.
+    """InfoNCE (van den Oord et al., 2018), and how often a query's most similar key of its view is its own, in percent.
 
-    Query i's own key is number `first_positive` + i. Both results are means over views and queries:
+    Query i's own key has the index `first_positive` + i. Both results are means over views and queries:
 
         loss = - log( exp(q_i . k_i / temperature) / sum_j exp(q_i . k_j / temperature) )
     """
-    # float32 under autocast too: bfloat16 logits up to 10 would be off by 0.03
+    # float32 even under autocast: bfloat16 logits of up to 10 would be off by 0.03
     with torch.autocast(queries.device.type, enabled=False):
         logits = (queries.float() @ keys.float().mT / temperature).flatten(0, 1)  # [V * N, M]
     own = (first_positive + torch.arange(queries.shape[1], device=queries.device)).repeat(queries.shape[0])
@@ -29,9 +28,7 @@ def info_nce(
 def most_similar_rows(
     queries: Tensor, rows: Tensor, *, max_similarities: int = _MAX_SIMILARITIES
 ) -> tuple[Tensor, Tensor]:  # [N, D], [K, D], of unit length -> [N], [N]
-    """The number of the row nearest to each query, and its similarity; in float32, `max_similarities` products at a
-    time.
-    """
+    """Index and similarity of the row nearest to each query, in float32, `max_similarities` products at a time."""
     chunk_size = max(1, max_similarities // rows.shape[0])
     with torch.autocast(queries.device.type, enabled=False):
         found = [(chunk.float() @ rows.float().T).max(dim=1) for chunk in torch.split(queries, chunk_size)]

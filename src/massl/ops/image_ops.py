@@ -1,9 +1,8 @@
-"""Image operations on whole batches: crop and resize, colour, blur, solarise.
+"""Batched image operations on any device: crop and resize, colour, blur, solarise.
 
-All are pure functions of tensors that run on any device; resampling on a GPU is a kernel of view_kernels, which does to
-whole views what these do step by step. Images are float32 in [0, 1], [N, 3, H, W]. Parameters (boxes, factors, sigmas)
-live on the CPU, where they are drawn, so grouping images by what they need never waits for the device. Each operation
-follows what Pillow does to 8-bit images, but does not round to 8 bits in between.
+Images are float32 [N, 3, H, W] in [0, 1]. Parameters (boxes, factors, sigmas) stay on the CPU, where they are drawn, so
+grouping images by operation never waits for the device. Each operation follows Pillow's for 8-bit images, without
+rounding to 8 bits in between. On a GPU resampling is a Triton kernel (kernels.resample).
 """
 
 from collections import Counter
@@ -14,10 +13,9 @@ from typing import Literal, NamedTuple, Self
 import torch
 from torch import Tensor
 
-# of working memory while resampling; from 4 to 256 MiB the time on two cores differs by less than its noise
-_CHUNK_BYTES = 128 << 20
+_CHUNK_BYTES = 128 << 20  # working memory of resampling; on two cores, 4 to 256 MiB are equally fast
 # Sides of the windows read around crops. Finer steps waste less arithmetic, coarser ones share larger batched products:
-# on the 12 views of 500-pixel images powers of two take twice as long, and multiples of 16 as long as these.
+# for 12 views of 500-pixel images, powers of two take twice as long and multiples of 16 as long as these.
 _WINDOW_SIDES = torch.tensor(
     [16, 24, 32, 48, 64, 96, *range(128, 512, 64), *(side << octave for octave in range(9) for side in (512, 768))]
 )
@@ -28,10 +26,10 @@ Filter = Literal["bicubic", "bilinear"]  # both antialiased, as Pillow's are
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedImages:
-    """Images of different sizes, one after another: each is [3, H, W] uint8, flattened."""
+    """Images of different sizes, each [3, H, W] uint8, flattened and concatenated."""
 
     pixels: Tensor  # [P] uint8, on any device
-    offsets: Tensor  # [B] int64 on the CPU: where each image begins in `pixels`
+    offsets: Tensor  # [B] int64 on the CPU: start of each image in `pixels`
     sizes: Tensor  # [B, 2] int64 on the CPU: height, width
 
     @classmethod
@@ -47,23 +45,21 @@ class RaggedImages:
         return len(self.offsets)
 
     def slice(self, start: int, stop: int) -> Self:
-        """Images start to stop, as a micro-batch: the pixels are shared."""
+        """Images start to stop; the pixels are shared."""
         return replace(self, offsets=self.offsets[start:stop], sizes=self.sizes[start:stop])
 
     def to(self, device: torch.device | str) -> Self:
-        """The same images with their pixels on the device; where they lie stays here, where crop boxes are drawn."""
+        """The same images with their pixels on the device; offsets and sizes stay on the CPU."""
         return replace(self, pixels=self.pixels.to(device, non_blocking=True))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device` without waiting for it: a copy to a GPU is only asynchronous from pinned memory."""
+    """Copy a CPU tensor to `device` without waiting: copies to a GPU are asynchronous only from pinned memory."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def update_rows(images: Tensor, chosen: Tensor, operation: Callable[..., Tensor], *parameters: Tensor) -> None:
-    """Replace the `chosen` images (CPU bool [N]) in place by operation(images, *parameters); the others are not
-    touched.
-    """
+    """Replace the `chosen` images (CPU bool [N]) in place by operation(images, *parameters)."""
     rows = chosen.nonzero().squeeze(1)
     if len(rows):
         there = to_device(rows, images.device)
@@ -74,11 +70,11 @@ def update_rows(images: Tensor, chosen: Tensor, operation: Callable[..., Tensor]
 
 
 class Axis(NamedTuple):
-    """How N images are resampled along one axis; each field is [N] float32 (whole numbers below 2**24 are exact)."""
+    """How N images are resampled along one axis; each field is [N] float32 (integers below 2**24 are exact)."""
 
     first: Tensor  # the first source pixel that is read
     num_read: Tensor  # how many are read from there on
-    origin: Tensor  # where the outer edge of output pixel 0 lies, in pixels after `first`
+    origin: Tensor  # outer edge of output pixel 0, in pixels after `first`
     step: Tensor  # source pixels per output pixel; negative when mirrored
 
 
@@ -88,9 +84,8 @@ def crop_resize(images: RaggedImages, boxes: Tensor, *, size: int, flip: Tensor,
     CPU int64 [V, B, 4] (top, left, height, width), CPU bool [V, B] -> [V, B, 3, size, size] in [0, 1].
     """
     num_views, num_images, _ = boxes.shape
-    views = _resample(
-        images, torch.arange(num_images).repeat(num_views), *crop_axes(boxes, size=size, flip=flip), size, filter
-    )
+    sources = torch.arange(num_images).repeat(num_views)
+    views = _resample(images, sources, *crop_axes(boxes, size=size, flip=flip), size, filter)
     return views.view(num_views, num_images, 3, size, size)
 
 
@@ -105,13 +100,9 @@ def crop_axes(boxes: Tensor, *, size: int, flip: Tensor) -> tuple[Axis, Axis]:
 def centre_view(
     images: RaggedImages, *, size: int, crop_ratio: float, filter: Filter = "bicubic"
 ) -> Tensor:  # -> [B, 3, size, size] in [0, 1]
-    """Views for evaluation: shorter side resized to size / crop_ratio, then the central size x size (torchvision
-    Resize, CenterCrop).
-    """
+    """Views for evaluation: resize the shorter side to size / crop_ratio, then crop the centre, as torchvision does."""
     if not 0 < crop_ratio <= 1:
-        raise ValueError(
-            f"crop_ratio is {crop_ratio}; it must lie in (0, 1]: the part of the shorter side that is kept"
-        )
+        raise ValueError(f"crop_ratio, the kept part of the shorter side, must lie in (0, 1]; got {crop_ratio}")
     sizes = images.sizes
     resized = round(size / crop_ratio) * sizes // sizes.amin(1, keepdim=True)
     margin = torch.round((resized - size).double() / 2)  # half to even, as CenterCrop
@@ -130,9 +121,8 @@ def _resample(
 ) -> Tensor:  # -> [N, 3, size, size]
     """Row n: image `sources[n]` of the batch, resampled along both axes as two matrix products.
 
-    Only a window around each crop is read. Windows have few different sizes, so that those of one size share a batched
-    product, and a window's size depends on its own crop alone, so that the products do not depend on what else is in
-    the batch.
+    Only a window around each crop is read. Windows have few different sizes, so that many share a batched product; a
+    window's size depends only on its own crop, so that results do not depend on the rest of the batch.
     """
     pixels = images.pixels
     if pixels.is_cuda:
@@ -143,8 +133,7 @@ def _resample(
     height_class, width_class = (torch.bucketize(axis.num_read.long(), _WINDOW_SIDES) for axis in (rows, columns))
     classes = height_class * len(_WINDOW_SIDES) + width_class
     order = torch.argsort(classes, stable=True)
-    # int64: offsets pass 2**24
-    places = to_device(torch.stack([images.offsets, *images.sizes.T])[:, sources[order]], pixels.device)
+    places = to_device(torch.stack([images.offsets, *images.sizes.T])[:, sources[order]], pixels.device)  # int64
     jobs = to_device(torch.stack([torch.arange(len(sources)), *rows, *columns])[:, order], pixels.device)
     widest = int(_WINDOW_SIDES[width_class.max()])
     line = torch.cat([pixels, pixels.new_zeros(widest)])  # a window may reach past the last pixel
@@ -154,15 +143,14 @@ def _resample(
         chunk_rows, chunk_columns = Axis(*axes[:4]), Axis(*axes[4:])
         windows = _windows(line, places[:, chunk], chunk_rows.first, chunk_columns.first, height, width)
         across = _weights(chunk_columns, size, width, filter).mT / 255
-        # Columns first, clipped in between, as Pillow does (since 13 unless height shrinks much more): only its
-        # rounding differs.
+        # Columns first, clipped in between, as Pillow does (since 13 unless the height shrinks much more).
         half = torch.bmm(windows.float().flatten(1, 2), across).clamp_(0, 1).view(-1, 3, height, size)
         views.index_copy_(0, slots.long(), (_weights(chunk_rows, size, height, filter)[:, None] @ half).clamp_(0, 1))
     return views
 
 
 def _chunks(sorted_classes: Tensor, size: int) -> Iterator[tuple[slice, int, int]]:
-    """Runs of one window size that fit the working memory, with the window's height and width."""
+    """Slices of one window size that fit the working memory, with the window's height and width."""
     begin = 0
     for window_class, num in Counter(sorted_classes.tolist()).items():
         height, width = (int(_WINDOW_SIDES[part]) for part in divmod(window_class, len(_WINDOW_SIDES)))
@@ -173,22 +161,17 @@ def _chunks(sorted_classes: Tensor, size: int) -> Iterator[tuple[slice, int, int
         begin += num
 
 
-# -> [n, 3, height, width]
 def _windows(line: Tensor, places: Tensor, tops: Tensor, lefts: Tensor, height: int, width: int) -> Tensor:
-    """uint8 read from the flattened images, whose offsets, heights and widths are `places`; beyond a crop lies what
-    gets no weight.
-    """
+    """Windows [n, 3, height, width] of the flattened images at `places` (offsets, heights, widths)."""
     offsets, image_heights, image_widths = places[:, :, None, None]
     rows = torch.minimum(tops.long()[:, None] + torch.arange(height, device=line.device), image_heights[:, 0] - 1)
     planes = torch.arange(3, device=line.device)[:, None] * image_heights
     starts = offsets + (planes + rows[:, None]) * image_widths + lefts.long()[:, None, None]
-    return line.unfold(0, width, 1)[starts]  # whole rows at a time: 9 times as fast on the CPU as an index per pixel
+    return line.unfold(0, width, 1)[starts]  # whole rows: 9 times as fast on the CPU as an index per pixel
 
 
 def _weights(axis: Axis, size: int, width: int, filter: Filter) -> Tensor:  # -> [n, size, width]
-    """Pillow's antialiased taps (bicubic: Keys, 1981, a = -1/2): stretched when shrinking, cut at the border, summing
-    to 1.
-    """
+    """Pillow's antialiased taps (bicubic: Keys, 1981, a = -1/2): stretched when shrinking, cut at borders, sum 1."""
     outputs, inputs = (torch.arange(num, device=axis.step.device) + 0.5 for num in (size, width))
     step = axis.step[:, None]
     centres = axis.origin[:, None] + outputs * step
@@ -231,25 +214,24 @@ def adjust_saturation(images: Tensor, factors: Tensor) -> Tensor:  # [N, 3, H, W
 
 
 def adjust_hue(images: Tensor, shifts: Tensor) -> Tensor:  # [N, 3, H, W], [N] -> [N, 3, H, W]
-    """Turn the hue of the HSV hexagon by `shifts` turns, keeping saturation and value."""
+    """Turn the HSV hue by `shifts` turns, keeping saturation and value."""
     red, green, blue = images.unbind(1)
     value = images.amax(1)
     chroma = value - images.amin(1)
-    divisor = chroma.clamp_min(1e-6)  # grey pixels have no hue: any will do
+    divisor = chroma.clamp_min(1e-6)  # grey pixels have no hue: any value works
     from_red, from_green, from_blue = (green - blue) / divisor, (blue - red) / divisor + 2, (red - green) / divisor + 4
     sector = torch.where(value == red, from_red, torch.where(value == green, from_green, from_blue))
     sector = sector + 6 * to_device(shifts, images.device).view(-1, 1, 1)
-    # 5, 3, 1 for red, green, blue
-    position = (sector[:, None] + torch.arange(5, 0, -2, device=images.device).view(3, 1, 1)) % 6
+    offsets = torch.arange(5, 0, -2, device=images.device).view(3, 1, 1)  # 5, 3, 1 for red, green, blue
+    position = (sector[:, None] + offsets) % 6
     return value[:, None] - chroma[:, None] * torch.minimum(position, 4 - position).clamp_(0, 1)
 
 
 JITTER_OPERATIONS = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
 
 
-# [N, 3, H, W], CPU [N, 4], CPU [N, 4] -> [N, 3, H, W]
-def colour_jitter(images: Tensor, factors: Tensor, order: Tensor) -> Tensor:
-    """Each image through the four JITTER_OPERATIONS in its own order; column k of `factors` belongs to operation k."""
+def colour_jitter(images: Tensor, factors: Tensor, order: Tensor) -> Tensor:  # [N, 3, H, W], CPU [N, 4], CPU [N, 4]
+    """Apply the four JITTER_OPERATIONS to each image in its own order; column k of `factors` belongs to operation k."""
     jittered = images.clone()
     for operations in order.unbind(1):
         for number, operation in enumerate(JITTER_OPERATIONS):
@@ -270,9 +252,7 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 
 
 def gaussian_blur(images: Tensor, sigmas: Tensor) -> Tensor:  # [N, 3, H, W], [N] -> [N, 3, H, W]
-    """Pillow's GaussianBlur(sigma): three passes of a box filter per axis, borders repeated, as one matrix product per
-    axis.
-    """
+    """Pillow's GaussianBlur(sigma): three box filters per axis, borders repeated, as one matrix product per axis."""
     device_sigmas = to_device(sigmas, images.device)
     height, width = images.shape[2:]
     across = _three_box_passes(device_sigmas, width)
@@ -283,8 +263,7 @@ def gaussian_blur(images: Tensor, sigmas: Tensor) -> Tensor:  # [N, 3, H, W], [N
 def _three_box_passes(sigmas: Tensor, num_pixels: int) -> Tensor:  # [N] -> [N, num_pixels, num_pixels]
     """The matrix of three passes of the extended box filter (Gwosdek et al., 2011).
 
-    One pass weighs offsets up to `whole` by 1 and the next by `edge` in [0, 1), chosen so that its variance is sigma**2
-    / 3.
+    One pass weighs offsets up to `whole` by 1 and the next by `edge` in [0, 1), so that its variance is sigma**2 / 3.
     """
     variance = sigmas.square() / 3
     whole = ((torch.sqrt(12 * variance + 1) - 1) / 2).floor()
@@ -292,7 +271,7 @@ def _three_box_passes(sigmas: Tensor, num_pixels: int) -> Tensor:  # [N] -> [N, 
     position = torch.arange(num_pixels, device=sigmas.device)
     reach = (whole + edge)[:, None, None] + 1 - (position[:, None] - position).abs()
     box = reach.clamp(0, 1)
-    # The first and last pixel also stand for all their copies beyond the border; those weights sum to max(reach, 0).
+    # The first and last pixel also count for their copies beyond the border; those weights sum to max(reach, 0).
     box[:, :, 0], box[:, :, -1] = reach[:, :, 0].clamp_min(0), reach[:, :, -1].clamp_min(0)
     box = box / box.sum(-1, keepdim=True)
     return box @ box @ box

@@ -6,9 +6,9 @@ softmaxes is
     - sum_k q_k log softmax(m z / tau_s)_k  =  logsumexp_k(m_k . z / tau_s)  -  z . c / tau_s ,      c = sum_k q_k m_k
 
 with q = softmax(m w / tau_t). The centre c is attention with query w and keys = values = the block. The logsumexp is
-the statistic that flash attention keeps for query z, and its gradient is the attention output of z, divided by tau_s.
-So one attention *forward* per network gives the value and the gradient, and the [samples x views, memory] logits never
-exist: the memory can hold millions of rows.
+the statistic that flash attention computes for query z, and its gradient is the attention output of z, divided by
+tau_s. So one attention *forward* per network gives the value and the gradient, and the [samples x views, memory] logits
+are never stored: the memory can hold millions of rows.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits held at once where no fused kernel applies: 2**26 float32 = 256 MiB.
+from massl.ops.view_losses import check_shapes, check_temperatures, num_different_pairs
+
+# Logits held at once without a fused kernel: 2**26 float32 = 256 MiB.
 _MAX_LOGITS = 1 << 26
 _FLASH_MAX_DIM = 256
 _FLASH_TILE = 128  # queries per thread block of the flash kernel
@@ -34,22 +36,19 @@ def memory_loss(
     shared_views: bool = True,
     operand_dtype: torch.dtype | None = None,
 ) -> Tensor:  # [V, N, D], [T, N, D], [B, N_b, D] -> []
-    """Make each student view agree with each *other* teacher view on which memory rows it resembles (Silva et al.,
-    2024).
+    """Make each student view agree with each *other* teacher view on which memory rows it resembles (Silva et al.).
 
     Equals `memory_loss_reference`: for every block, view v and teacher view t != v, the cross-entropy between the
     softmax over cosine similarities of the teacher view (target) and of the student view; averaged over pairs, samples
     and blocks. All inputs are L2-normalised; teacher view t is the same crop as student view t. Only the student
-    receives a gradient. Where the networks look at different crops (`shared_views` false), every student view is
-    compared with every teacher view.
+    receives a gradient. With `shared_views` false the networks see different crops, and all pairs of views count.
 
-    `operand_dtype` is the type of the attention operands (sums are float32); by default that of `student`. In bfloat16
-    on a GPU the fused attention kernel is used. The teacher's temperature may be a tensor, so that a CUDA graph can be
-    replayed with another one.
+    `operand_dtype` is the type of the attention operands (sums are float32), by default that of `student`. In bfloat16
+    on a GPU the fused attention kernel is used. The teacher's temperature may be a tensor, which a CUDA graph rereads.
     """
-    _check_shapes(student, teacher, blocks, student_temperature, teacher_temperature, shared_views)
+    _check_inputs(student, teacher, blocks, student_temperature, teacher_temperature, shared_views)
     dtype = operand_dtype or student.dtype
-    # it would round the sums of centres too: a gradient off by 0.2 %
+    # Autocast would also round the sums of centres: a gradient off by 0.2 %.
     with torch.autocast(student.device.type, enabled=False):
         loss: Tensor = _MemoryLoss.apply(
             student, teacher, blocks, student_temperature, teacher_temperature, shared_views, dtype
@@ -66,8 +65,8 @@ def memory_loss_reference(
     teacher_temperature: float,
     shared_views: bool = True,
 ) -> Tensor:  # [V, N, D], [T, N, D], [B, N_b, D] -> []
-    """The slow truth of `memory_loss`: all logits, one cross-entropy per pair of views."""
-    _check_shapes(student, teacher, blocks, student_temperature, teacher_temperature, shared_views)
+    """The plain version of `memory_loss`: all logits, one cross-entropy per pair of views."""
+    _check_inputs(student, teacher, blocks, student_temperature, teacher_temperature, shared_views)
     blocks = blocks.detach()
     targets = torch.softmax(torch.einsum("tnd,bkd->tbnk", teacher.detach(), blocks) / teacher_temperature, dim=-1)
     log_predictions = torch.log_softmax(torch.einsum("vnd,bkd->vbnk", student, blocks) / student_temperature, dim=-1)
@@ -75,20 +74,15 @@ def memory_loss_reference(
     return torch.stack([-(targets[t] * log_predictions[v]).sum(dim=-1).mean() for v, t in pairs]).mean()
 
 
-# [R, D], [B, N_b, D] -> [R, D], [R]
-def attend(queries: Tensor, blocks: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Softmax-weighted mean of each block's rows and logsumexp of the similarities, both averaged over blocks. No
-    gradient.
-
-    Mean and logsumexp are float32. A random partition treats all blocks alike, so only these averages enter the loss.
-    """
+def attend(
+    queries: Tensor, blocks: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:  # [R, D], [B, N_b, D] -> [R, D], [R] float32
+    """Softmax-weighted mean of a block's rows and logsumexp of the similarities, averaged over blocks; no gradient."""
     return _attend((queries.float() / temperature).to(queries.dtype), blocks)
 
 
 def block_entropy(queries: Tensor, blocks: Tensor, temperature: float) -> Tensor:  # [R, D], [B, N_b, D] -> []
-    """Mean entropy, in nats, of the softmax of each query over each block: 0 when one row takes all, ln N_b when all
-    rows are alike.
-    """
+    """Mean entropy in nats of each query's softmax over each block: 0 if one row takes all, ln N_b if all are equal."""
     means, logsumexps = attend(queries, blocks, temperature)
     return (logsumexps - (queries.float() * means).sum(dim=-1) / temperature).mean()
 
@@ -120,7 +114,7 @@ class _MemoryLoss(torch.autograd.Function):
         num_pairs = num_views * num_teacher_views
         if shared_views:
             is_pair.fill_diagonal_(0.0)
-            num_pairs -= min(num_views, num_teacher_views)
+            num_pairs = num_different_pairs(num_views, num_teacher_views)
         num_terms = num_pairs * num_samples
         view_weight = is_pair.sum(dim=1)[:, None]  # [V, 1] teacher views that view v is compared with
         target = (is_pair @ centres.reshape(num_teacher_views, -1)).reshape(student.shape)  # sum of centres over those
@@ -141,7 +135,7 @@ class _MemoryLoss(torch.autograd.Function):
 
 
 def _attend(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:  # [R, D], [B, N_b, D] -> [R, D], [R]
-    """`attend` for queries that are divided by their temperature already."""
+    """`attend` for queries already divided by their temperature."""
     if not _can_fuse(queries):
         return _plain_attention(queries, blocks)
     return _flash_attention_on_gpu(queries, blocks) if queries.is_cuda else _flash_attention_on_cpu(queries, blocks)
@@ -164,18 +158,16 @@ def _flash_attention_on_cpu(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Te
 
 
 def _flash_attention_on_gpu(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Each block in parts, so that a few hundred queries occupy the whole GPU; the parts are joined by their
-    logsumexps.
-    """
-    from massl.ops.kernels.memory import join_parts  # needs Triton, which only platforms with CUDA have
+    """Each block in parts, so that a few hundred queries fill the GPU; their logsumexps join the parts."""
+    from massl.ops.kernels.memory import join_parts  # imported here: needs Triton, which only GPU builds have
 
     num_blocks, block_size, dim = blocks.shape
     num_parts = _parts_of_block(len(queries), num_blocks, block_size)
     rows = blocks.reshape(num_blocks * num_parts, 1, block_size // num_parts, dim)
     query = queries.expand(len(rows), 1, *queries.shape)
     if torch.cuda.get_device_capability(queries.device) == (9, 0) and torch.version.hip is None:
-        # cuDNN's kernel runs at twice the rate of the other one on Hopper (0.10 against 0.22 ms for 896 queries and
-        # 65,536 rows). On other cards it does not always take 256 dimensions.
+        # On Hopper cuDNN's kernel is twice as fast (0.10 against 0.22 ms for 896 queries and 65,536 rows). On other
+        # cards it does not always support 256 dimensions.
         attention = torch.ops.aten._scaled_dot_product_cudnn_attention
         outputs, logsumexps = attention(query, rows, rows, None, True, scale=1.0)[:2]
     else:
@@ -184,7 +176,7 @@ def _flash_attention_on_gpu(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Te
 
 
 def _parts_of_block(num_queries: int, num_blocks: int, block_size: int) -> int:
-    """As many as fill the 132 multiprocessors of an H100 with tiles, but none shorter than 512 rows."""
+    """Enough parts to fill the 132 multiprocessors of an H100 with tiles, but none shorter than 512 rows."""
     num_tiles = -(-num_queries // _FLASH_TILE) * num_blocks
     num_parts = 1
     while (
@@ -215,7 +207,7 @@ def _query_chunks(num_queries: int, block_size: int) -> Iterator[slice]:
         yield slice(start, start + chunk)
 
 
-def _check_shapes(
+def _check_inputs(
     student: Tensor,
     teacher: Tensor,
     blocks: Tensor,
@@ -223,23 +215,13 @@ def _check_shapes(
     teacher_temperature: float | Tensor,
     shared_views: bool,
 ) -> None:
-    if student.dim() != 3 or teacher.dim() != 3 or blocks.dim() != 3:
-        raise ValueError(
-            "expected student [views, samples, dim], teacher [views, samples, dim] and blocks [blocks, rows, dim]; "
-            f"got {list(student.shape)}, {list(teacher.shape)}, {list(blocks.shape)}"
-        )
-    if student.shape[1:] != teacher.shape[1:] or student.shape[2] != blocks.shape[2]:
-        raise ValueError(
-            f"samples or dimensions differ: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(blocks.shape)}"
-        )
-    if shared_views and student.shape[0] * teacher.shape[0] <= min(student.shape[0], teacher.shape[0]):
-        raise ValueError(
-            "one student view and one teacher view form no pair of different views; give at least two student views"
-        )
-    if 0 in (*student.shape, *teacher.shape, *blocks.shape):
-        raise ValueError(
-            f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(blocks.shape)}"
-        )
-    # A tensor is not looked at: reading it would wait for the GPU.
-    if student_temperature <= 0 or (not isinstance(teacher_temperature, Tensor) and teacher_temperature <= 0):
-        raise ValueError(f"temperatures must be positive; got {student_temperature} and {teacher_temperature}")
+    check_shapes(
+        {
+            "student": (student, "views samples dim"),
+            "teacher": (teacher, "teacher_views samples dim"),
+            "blocks": (blocks, "blocks rows dim"),
+        }
+    )
+    if shared_views:
+        num_different_pairs(len(student), len(teacher))
+    check_temperatures(student_temperature, teacher_temperature)

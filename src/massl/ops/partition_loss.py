@@ -1,15 +1,12 @@
-"""The loss of CARP: views agree on prototypes within random blocks, and no prototype of a block is used more than the
-others.
+"""The loss of CARP: views agree on prototypes within random blocks, and each block's prototypes are used equally.
 
-With p_v and q_t the softmaxes of student view v and teacher view t over the prototypes of one block, both terms need
-every softmax:
+With p_v and q_t the softmaxes of student view v and teacher view t over the prototypes of one block, its terms are
 
     disagreement  =  mean over blocks, images and pairs v != t of  - log <p_v, q_t>
     imbalance     =  mean over blocks of  KL(mean of all p_v and q_t over the batch || uniform)
 
 The gradient of the first by the student's logits is p_v - p_v q_t / <p_v, q_t>. Softmaxes of a few blocks are held at a
-time and found anew in the backward pass: the second matrix product costs less than keeping [views x images, prototypes]
-numbers.
+time and recomputed in the backward pass: that costs less than keeping [views x images, prototypes] numbers.
 """
 
 import math
@@ -20,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits held at once: 2**26 float32 = 256 MiB, for a moment four times (logits, softmax, its gradient and that of the
-# logits). With blocks of 512 prototypes, 128 images and 12 + 2 views that is 73 blocks.
+from massl.ops.view_losses import check_shapes, equal_chunks, num_different_pairs
+
+# Logits held at once: 2**26 float32 = 256 MiB, briefly four times (logits, softmax and the gradients of both). That is
+# 73 blocks of 512 prototypes for 128 images and 12 + 2 views.
 _MAX_LOGITS = 1 << 26
-# Overlaps and mean shares are kept this far from 0 and 1 before the logarithm, as the authors do; beyond it the
-# gradient is 0.
+# Overlaps and mean shares are clamped this far from 0 and 1 before the logarithm, as the authors do.
 _EPSILON = torch.finfo(torch.float32).eps
 
 
@@ -32,20 +30,19 @@ def partition_terms(
     student: Tensor,  # [V, N, D] embeddings of any length; receives a gradient
     teacher: Tensor,  # [T, N, D]
     student_blocks: Tensor,  # [B, C, D] prototypes, cut into blocks; receives a gradient
-    teacher_blocks: Tensor,  # [B, C, D] the teacher's own, cut alike
+    teacher_blocks: Tensor,  # [B, C, D] the teacher's prototypes, cut in the same way
     *,
     operand_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:  # -> [], [B, C], both float32
-    """Disagreement of student views with *other* teacher views, and mean share of each prototype (Silva and Ramírez
-    Rivera, 2023).
+    """Disagreement of student views with *other* teacher views, and mean share of each prototype.
 
-    Equals `reference_partition_terms`. Teacher view t is the same crop as student view t. The mean share is that over
-    all views of both networks and all images given; `imbalance` makes the second term of the loss of it, after it was
-    averaged over processes where there are several. Student and its prototypes receive the gradient of both results.
+    Equals `reference_partition_terms` (Silva and Ramírez Rivera, 2023). Teacher view t is the same crop as student view
+    t. The mean share is taken over all given images and all views of both networks; averaged over processes, it is the
+    input of `imbalance`, the second term. Student and its prototypes receive the gradients of both results.
 
-    `operand_dtype` is that of the operands of large matrix products (sums are float32); autocast has no say.
+    `operand_dtype` is the type of the operands of large matrix products (sums are float32); autocast is ignored.
     """
-    _check_shapes(student, teacher, student_blocks, teacher_blocks)
+    _check_inputs(student, teacher, student_blocks, teacher_blocks)
     with torch.autocast(student.device.type, enabled=False):
         terms: tuple[Tensor, Tensor] = _PartitionTerms.apply(
             student, teacher.detach(), student_blocks, teacher_blocks.detach(), operand_dtype
@@ -56,8 +53,8 @@ def partition_terms(
 def reference_partition_terms(
     student: Tensor, teacher: Tensor, student_blocks: Tensor, teacher_blocks: Tensor
 ) -> tuple[Tensor, Tensor]:  # as partition_terms
-    """The slow truth of `partition_terms`: all softmaxes at once, one overlap per pair of views, gradients by autograd."""
-    _check_shapes(student, teacher, student_blocks, teacher_blocks)
+    """The plain version of `partition_terms`: all softmaxes at once, one overlap per pair of views, autograd."""
+    _check_inputs(student, teacher, student_blocks, teacher_blocks)
     predictions = torch.softmax(torch.einsum("vnd,bcd->vbnc", student, student_blocks), dim=-1)
     targets = torch.softmax(torch.einsum("tnd,bcd->tbnc", teacher.detach(), teacher_blocks.detach()), dim=-1)
     pair_losses = [
@@ -71,9 +68,7 @@ def reference_partition_terms(
 
 
 def imbalance(mean_shares: Tensor) -> Tensor:  # [B, C] -> [], 0 to ln C
-    """How far the mean shares of each block's prototypes are from all being equal: KL divergence in nats, averaged over
-    blocks.
-    """
+    """KL divergence in nats of the mean shares of a block's prototypes from uniform, averaged over blocks."""
     negative_entropy = (mean_shares * mean_shares.clamp(_EPSILON, 1.0 - _EPSILON).log()).sum(dim=-1)
     return (math.log(mean_shares.shape[-1]) + negative_entropy).mean()
 
@@ -89,7 +84,7 @@ class _PartitionTerms(torch.autograd.Function):
         pair_weights = _pair_weights(student, teacher, num_blocks=len(student_blocks))
         disagreement = torch.zeros((), device=student.device)
         mean_shares = torch.empty(student_blocks.shape[:2], device=student.device)
-        for chunk in _block_chunks(student_blocks, len(queries) + len(targets)):
+        for chunk in _chunks_of_blocks(student_blocks, len(queries) + len(targets)):
             shares = _block_softmax(queries, student_blocks[chunk].to(dtype))
             target_shares = _block_softmax(targets, teacher_blocks[chunk].to(dtype))
             overlaps = _overlaps(shares, target_shares, num_images=student.shape[1])
@@ -109,7 +104,7 @@ class _PartitionTerms(torch.autograd.Function):
         mean_gradient = mean_gradient / (len(queries) + len(targets))
         query_gradient = torch.zeros(len(queries), dim, device=student.device)
         block_gradient = torch.empty(student_blocks.shape, device=student.device)
-        for chunk in _block_chunks(student_blocks, len(queries) + len(targets)):
+        for chunk in _chunks_of_blocks(student_blocks, len(queries) + len(targets)):
             prototypes = student_blocks[chunk].to(dtype)
             shares = _block_softmax(queries, prototypes)
             target_shares = _block_softmax(targets, teacher_blocks[chunk].to(dtype))
@@ -127,69 +122,44 @@ class _PartitionTerms(torch.autograd.Function):
 
 
 def _rows(views: Tensor, dtype: torch.dtype) -> Tensor:  # [V, N, D] -> [N V, D]
-    """Views of one image one below the other, so that an image's overlaps are one small matrix product."""
+    """Views of one image in adjacent rows, so that an image's overlaps are one small matrix product."""
     return views.to(dtype).transpose(0, 1).reshape(-1, views.shape[-1])
 
 
 def _pair_weights(student: Tensor, teacher: Tensor, *, num_blocks: int) -> Tensor:  # -> [V, T]
-    """Of one overlap in the mean over blocks, images and pairs of different views."""
-    num_views, num_targets = student.shape[0], teacher.shape[0]
-    num_terms = (num_views * num_targets - min(num_views, num_targets)) * student.shape[1] * num_blocks
-    return torch.full((num_views, num_targets), 1.0 / num_terms, device=student.device).fill_diagonal_(0.0)
+    """Weights of one overlap in the mean over blocks, images and pairs of different views."""
+    num_terms = num_different_pairs(len(student), len(teacher)) * student.shape[1] * num_blocks
+    return torch.full((len(student), len(teacher)), 1.0 / num_terms, device=student.device).fill_diagonal_(0.0)
 
 
-def _block_chunks(blocks: Tensor, num_rows: int) -> Iterator[slice]:
-    """Chunks of nearly equal size, as few as the limit allows; which depends on shapes alone, as a CUDA graph needs."""
-    num_blocks, block_size = blocks.shape[:2]
-    num_chunks = -(-num_blocks // max(1, _MAX_LOGITS // (num_rows * block_size)))
-    size = -(-num_blocks // num_chunks)
-    for start in range(0, num_blocks, size):
-        yield slice(start, min(start + size, num_blocks))
+def _chunks_of_blocks(blocks: Tensor, num_rows: int) -> Iterator[slice]:
+    return equal_chunks(len(blocks), _MAX_LOGITS // (num_rows * blocks.shape[1]))
 
 
 def _block_softmax(rows: Tensor, blocks: Tensor) -> Tensor:  # [R, D], [B, C, D] -> [B, R, C] float32
     return torch.softmax(_product(rows.expand(len(blocks), -1, -1), blocks.transpose(1, 2)), dim=-1)
 
 
-# [B, N V, C], [B, N T, C] -> [B N, V, T]
 def _overlaps(shares: Tensor, target_shares: Tensor, *, num_images: int) -> Tensor:
-    """Inner products of the softmaxes of all views of an image."""
-    num_products, block_size = len(shares) * num_images, shares.shape[-1]
-    return torch.bmm(
-        shares.reshape(num_products, -1, block_size),
-        target_shares.reshape(num_products, -1, block_size).transpose(1, 2),
-    )
+    """Inner products of the softmaxes of all views of an image: [B, N V, C], [B, N T, C] -> [B N, V, T]."""
+    shape = (len(shares) * num_images, -1, shares.shape[-1])
+    return torch.bmm(shares.reshape(shape), target_shares.reshape(shape).transpose(1, 2))
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Batched matrix product, float32 result. Logits of 25 rounded to bfloat16 would be off by 0.06, more than from
-    rounded operands.
-    """
+    """Batched product with float32 result: rounding logits of 25 to bfloat16 costs 0.06, more than rounded operands."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.bmm(left, right, out_dtype=torch.float32)
     return torch.bmm(left.float(), right.float())
 
 
-def _check_shapes(student: Tensor, teacher: Tensor, student_blocks: Tensor, teacher_blocks: Tensor) -> None:
-    if student.dim() != 3 or teacher.dim() != 3 or student_blocks.dim() != 3:
-        raise ValueError(
-            "expected student [views, images, dim], teacher [views, images, dim] and blocks [blocks, prototypes, dim]; "
-            f"got {list(student.shape)}, {list(teacher.shape)}, {list(student_blocks.shape)}"
-        )
-    if (
-        student.shape[1:] != teacher.shape[1:]
-        or student.shape[2] != student_blocks.shape[2]
-        or student_blocks.shape != teacher_blocks.shape
-    ):
-        raise ValueError(
-            f"images, dimensions or blocks differ: student {list(student.shape)}, teacher {list(teacher.shape)}, "
-            f"blocks {list(student_blocks.shape)} and {list(teacher_blocks.shape)}"
-        )
-    if 0 in (*student.shape, *teacher.shape, *student_blocks.shape):
-        raise ValueError(
-            f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, blocks {list(student_blocks.shape)}"
-        )
-    if student.shape[0] * teacher.shape[0] <= min(student.shape[0], teacher.shape[0]):
-        raise ValueError(
-            "one student view and one teacher view form no pair of different views; give at least two student views"
-        )
+def _check_inputs(student: Tensor, teacher: Tensor, student_blocks: Tensor, teacher_blocks: Tensor) -> None:
+    check_shapes(
+        {
+            "student": (student, "views images dim"),
+            "teacher": (teacher, "teacher_views images dim"),
+            "student_blocks": (student_blocks, "blocks prototypes dim"),
+            "teacher_blocks": (teacher_blocks, "blocks prototypes dim"),
+        }
+    )
+    num_different_pairs(len(student), len(teacher))

@@ -12,23 +12,23 @@ in the softmaxes a_v (student), q_g:
     of s_v:   (W[v] sum_k a_vk p_k  -  sum_g w[v, g] m_g) / tau_s
     of p_k:   (sum_v a_vk W[v] s_v  -  sum_g q_gk sum_v w[v, g] s_v) / tau_s
 
-So a_v and q_g are never mixed: stacked as [(V + G) rows, K] they enter two matrix products, and value and gradients are
-found in one pass over a few images at a time. Flash attention, which serves a memory (see memory_attention), never
-holds the softmaxes; prototypes learn, and their gradient needs each softmax a second time.
+So a_v and q_g are never mixed: stacked as [(V + G) rows, K] they enter two matrix products, and one pass over a few
+images at a time gives value and gradients. Flash attention, as in memory_attention, does not apply: it never stores the
+softmaxes, but the gradient of the prototypes needs each one a second time.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits held at once: 2**26 float32 = 256 MiB, for a moment twice (before and after the softmax). With 65,536
-# prototypes and 2 + 12 views that is 73 images; with fewer, the float32 gradient of the prototypes would be added to
-# more often (134 MB of traffic each time).
+from massl.ops.view_losses import check_shapes, check_temperatures, equal_chunks, num_different_pairs
+
+# Logits held at once: 2**26 float32 = 256 MiB, briefly twice (before and after the softmax): 73 images for 65,536
+# prototypes and 2 + 12 views. Smaller chunks would add to the prototypes' gradient more often (134 MB of traffic each).
 _MAX_LOGITS = 1 << 26
-# Float16 is none of them: the share of one of 65,536 prototypes, 1.5e-5, is below its smallest normal number.
+# No float16: the share of one of 65,536 prototypes, 1.5e-5, is below its smallest normal number.
 _OPERAND_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -45,19 +45,18 @@ def prototype_loss(
     row_weights: Tensor | None = None,  # [N]; None: each 1 / N
     operand_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # []
-    """Make student views choose the prototypes that the teacher chooses for the image (Caron et al., 2021; Zhou et al.,
-    2022).
+    """Make student views choose the prototypes that the teacher chooses (Caron et al., 2021; Zhou et al., 2022).
 
     Equals `reference_prototype_loss`: the sum over v, g, n of pair_weights[v, g] row_weights[n] times the cross-entropy
     between softmax((teacher_prototypes . teacher[g, n] - centre) / teacher_temperature), the target, and
     softmax(student_prototypes . student[v, n] / student_temperature). The result is float32.
 
-    A row of weight 0 is left out whatever it holds, even not-a-number, and its gradient is 0: it may pad a batch to a
-    fixed size. `operand_dtype` is that of the operands of matrix products (sums are float32); autocast has no say. The
-    teacher's temperature may be a tensor, so that a CUDA graph can be replayed with another one.
+    A row of weight 0 is ignored even if it holds NaN, and its gradient is 0: it may pad a batch to a fixed size.
+    `operand_dtype` is the type of matrix operands (sums are float32); autocast is ignored. The teacher's temperature
+    may be a tensor, which a CUDA graph rereads.
     """
-    _check_shapes(student, teacher, student_prototypes, teacher_prototypes, centre, pair_weights, row_weights)
-    _check_temperatures(student_temperature, teacher_temperature)
+    _check_inputs(student, teacher, student_prototypes, teacher_prototypes, centre, pair_weights, row_weights)
+    check_temperatures(student_temperature, teacher_temperature)
     if operand_dtype not in _OPERAND_DTYPES:
         raise ValueError(f"operand_dtype must be torch.float32 or torch.bfloat16; got {operand_dtype}")
     with torch.autocast(student.device.type, enabled=False):
@@ -94,12 +93,12 @@ def reference_prototype_loss(
     row_weights: Tensor | None = None,
     operand_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # as prototype_loss
-    """The slow truth of `prototype_loss`: all logits, one cross-entropy per pair of views, gradients by autograd.
+    """The plain version of `prototype_loss`: all logits, one cross-entropy per pair of views, gradients by autograd.
 
-    `operand_dtype` may also be torch.float64; then so is everything else.
+    With `operand_dtype` torch.float64 everything is float64.
     """
-    _check_shapes(student, teacher, student_prototypes, teacher_prototypes, centre, pair_weights, row_weights)
-    _check_temperatures(student_temperature, teacher_temperature)
+    _check_inputs(student, teacher, student_prototypes, teacher_prototypes, centre, pair_weights, row_weights)
+    check_temperatures(student_temperature, teacher_temperature)
     sum_dtype = torch.promote_types(operand_dtype, torch.float32)
 
     def similarities(rows: Tensor, prototypes: Tensor) -> Tensor:
@@ -123,15 +122,10 @@ def reference_prototype_loss(
     return loss
 
 
-# -> [V, G]
 def cross_view_weights(num_student_views: int, num_teacher_views: int, *, device: torch.device | str) -> Tensor:
-    """Pair weights that average over all pairs of different views; teacher view g is the same crop as student view g."""
-    num_pairs = num_student_views * num_teacher_views - min(num_student_views, num_teacher_views)
-    if num_pairs <= 0:
-        raise ValueError(
-            f"{num_student_views} student and {num_teacher_views} teacher views form no pair of different views; give more views"
-        )
-    return torch.full((num_student_views, num_teacher_views), 1.0 / num_pairs, device=device).fill_diagonal_(0.0)
+    """Pair weights [V, G] that average over all pairs of different views; view g of both networks is the same crop."""
+    weight = 1.0 / num_different_pairs(num_student_views, num_teacher_views)
+    return torch.full((num_student_views, num_teacher_views), weight, device=device).fill_diagonal_(0.0)
 
 
 class _PrototypeLoss(torch.autograd.Function):
@@ -152,10 +146,8 @@ class _PrototypeLoss(torch.autograd.Function):
         (num_views, num_rows, dim), num_targets = student.shape, teacher.shape[0]
         needs_student, needs_prototypes = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
         # Temperatures divide the small factor of each product, before it is rounded.
-        queries, teacher_queries = (
-            student.float() / student_temperature,
-            (teacher.float() / teacher_temperature).to(dtype),
-        )
+        queries = student.float() / student_temperature
+        teacher_queries = (teacher.float() / teacher_temperature).to(dtype)
         teacher_offset = centre.float() / teacher_temperature
         prototypes, teacher_prototypes = student_prototypes.to(dtype), teacher_prototypes.to(dtype)
         view_weights = pair_weights.sum(dim=1)[:, None]  # [V, 1]: W in the text above
@@ -163,7 +155,7 @@ class _PrototypeLoss(torch.autograd.Function):
         loss = torch.zeros((), device=student.device)
         student_gradient = torch.empty_like(queries) if needs_student else None
         prototype_gradient = torch.zeros_like(prototypes, dtype=torch.float32) if needs_prototypes else None
-        for rows in _row_chunks(num_rows, (num_views + num_targets) * len(prototypes)):
+        for rows in equal_chunks(num_rows, _MAX_LOGITS // ((num_views + num_targets) * len(prototypes))):
             weights, query = row_weights[rows], queries[:, rows]  # [C], [V, C, D]
             operand = query.to(dtype)
             log_shares, logsumexps = _log_softmax(
@@ -174,8 +166,7 @@ class _PrototypeLoss(torch.autograd.Function):
                 log_shares if needs_student or needs_prototypes else log_shares[-num_targeted:], dtype
             )
             del log_shares  # before the products: 256 MiB
-            # [(V + G) C, D] or [G C, D]
-            means = _product(shares if needs_student else shares[-num_targeted:], prototypes)
+            means = _product(shares if needs_student else shares[-num_targeted:], prototypes)  # [(V + G) C or G C, D]
             target = (pair_weights @ means[-num_targeted:].reshape(num_targets, -1)).reshape(query.shape)
             attraction = (operand.float() * target).sum(dim=-1)  # [V, C]
             loss += (weights * (view_weights * logsumexps - attraction)).sum()
@@ -184,7 +175,6 @@ class _PrototypeLoss(torch.autograd.Function):
                 student_gradient[:, rows] = (repulsion - target) * (weights / student_temperature)[:, None]
             if prototype_gradient is not None:
                 weighted = (query * weights[:, None]).reshape(num_views, -1)
-                # [(V + G) C, D]
                 pulls = torch.cat([view_weights * weighted, -(pair_weights.T @ weighted)]).reshape(-1, dim)
                 _add_product(prototype_gradient, shares.T, pulls.to(dtype))
         ctx.save_for_backward(student_gradient, prototype_gradient)
@@ -193,52 +183,38 @@ class _PrototypeLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        # Float32; autograd gives each input its own type.
+        # float32; autograd casts to the type of each input
         student, prototypes = (None if gradient is None else gradient * grad_loss for gradient in ctx.saved_tensors)
         return student, None, prototypes, None, None, None, None, None, None, None
-
-
-def _row_chunks(num_rows: int, logits_per_row: int) -> Iterator[slice]:
-    """Chunks of nearly equal size, as few as the limit allows; which depends on shapes alone, as a CUDA graph needs."""
-    num_chunks = -(-num_rows // max(1, _MAX_LOGITS // logits_per_row))
-    size = -(-num_rows // num_chunks)
-    for start in range(0, num_rows, size):
-        yield slice(start, min(start + size, num_rows))
 
 
 def _log_softmax(
     queries: Tensor, teacher_queries: Tensor, prototypes: Tensor, teacher_prototypes: Tensor, teacher_offset: Tensor
 ) -> tuple[Tensor, Tensor]:  # [V, C, D], [G, C, D], [K, D], [K, D], [K] -> [(V + G) C, K], [V, C]
-    """Logarithms of the softmaxes, student rows before teacher rows, and the logsumexps of the student rows; all
-    float32.
-    """
+    """Log-softmaxes, student rows before teacher rows, and logsumexps of the student rows; all float32."""
     num_student = queries.shape[0] * queries.shape[1]
     num_all = num_student + teacher_queries.shape[0] * teacher_queries.shape[1]
     logits = torch.empty(num_all, len(prototypes), device=queries.device)
     _product(queries.flatten(0, 1), prototypes.T, out=logits[:num_student])
     _product(teacher_queries.flatten(0, 1), teacher_prototypes.T, out=logits[num_student:]).sub_(teacher_offset)
-    # one fused kernel, where torch.logsumexp is four; the logsumexp is the difference in any one column
-    if logits.is_cuda:
+    if logits.is_cuda:  # one fused kernel, where torch.logsumexp has four; any column's difference is the logsumexp
         log_shares = torch.log_softmax(logits, dim=-1)
         logsumexps = logits[:num_student, 0] - log_shares[:num_student, 0]
-    else:  # the fused kernel of CPUs has a rough exponential: shares of a temperature of 0.04 sum to 1.00001
-        largest = logits.amax(dim=-1, keepdim=True)  # taken off first, as logits of 10,000 have steps of 0.001
+    else:  # the fused kernel for CPUs has an inaccurate exponential: at a temperature of 0.04 shares sum to 1.00001
+        largest = logits.amax(dim=-1, keepdim=True)  # subtracted first: logits of 10,000 have steps of 0.001
         remainders = torch.logsumexp(logits.sub_(largest), dim=-1, keepdim=True)
         log_shares, logsumexps = logits.sub_(remainders), (largest + remainders)[:num_student]
     return log_shares, logsumexps.reshape(queries.shape[:2])
 
 
 def _exponential(logarithms: Tensor, dtype: torch.dtype) -> Tensor:
-    """In place where the type allows, else rounded in the same pass."""
-    return torch.exp(
-        logarithms, out=logarithms if dtype == logarithms.dtype else torch.empty_like(logarithms, dtype=dtype)
-    )
+    """In place if the type allows, else rounded in the same pass."""
+    out = logarithms if dtype == logarithms.dtype else torch.empty_like(logarithms, dtype=dtype)
+    return torch.exp(logarithms, out=out)
 
 
 def _product(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Matrix product with a float32 result. Logits of 25 rounded to bfloat16 would be off by 0.06, far more than from
-    rounded operands.
-    """
+    """Product with float32 result: rounding logits of 25 to bfloat16 costs 0.06, far more than rounding operands."""
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=torch.float32, out=out)
     return torch.mm(left.float(), right.float(), out=out)
@@ -252,7 +228,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.float(), right.float())
 
 
-def _check_shapes(
+def _check_inputs(
     student: Tensor,
     teacher: Tensor,
     student_prototypes: Tensor,
@@ -261,36 +237,14 @@ def _check_shapes(
     pair_weights: Tensor,
     row_weights: Tensor | None,
 ) -> None:
-    if student.dim() != 3 or teacher.dim() != 3 or student_prototypes.dim() != 2:
-        raise ValueError(
-            "expected student [views, rows, dim], teacher [views, rows, dim] and prototypes [prototypes, dim]; "
-            f"got {list(student.shape)}, {list(teacher.shape)}, {list(student_prototypes.shape)}"
-        )
-    (num_views, num_rows, dim), (num_targets, *_), num_prototypes = (
-        student.shape,
-        teacher.shape,
-        len(student_prototypes),
+    check_shapes(
+        {
+            "student": (student, "views rows dim"),
+            "teacher": (teacher, "teacher_views rows dim"),
+            "student_prototypes": (student_prototypes, "prototypes dim"),
+            "teacher_prototypes": (teacher_prototypes, "prototypes dim"),
+            "centre": (centre, "prototypes"),
+            "pair_weights": (pair_weights, "views teacher_views"),
+            "row_weights": (row_weights, "rows"),
+        }
     )
-    if 0 in (*student.shape, num_targets, num_prototypes):
-        raise ValueError(
-            f"empty input: student {list(student.shape)}, teacher {list(teacher.shape)}, {num_prototypes} prototypes"
-        )
-    given: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "teacher": (teacher, (num_targets, num_rows, dim)),
-        "student_prototypes": (student_prototypes, (num_prototypes, dim)),
-        "teacher_prototypes": (teacher_prototypes, (num_prototypes, dim)),
-        "centre": (centre, (num_prototypes,)),
-        "pair_weights": (pair_weights, (num_views, num_targets)),
-        "row_weights": (row_weights, (num_rows,)),
-    }
-    for name, (tensor, shape) in given.items():
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(
-                f"{name} must be {list(shape)} beside student {list(student.shape)}; got {list(tensor.shape)}"
-            )
-
-
-def _check_temperatures(student_temperature: float, teacher_temperature: float | Tensor) -> None:
-    # A tensor is not looked at: reading it would wait for the GPU.
-    if student_temperature <= 0 or (not isinstance(teacher_temperature, Tensor) and teacher_temperature <= 0):
-        raise ValueError(f"temperatures must be positive; got {student_temperature} and {teacher_temperature}")

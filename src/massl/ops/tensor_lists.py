@@ -1,6 +1,4 @@
-"""What the update kernels need to know of a list of tensors; apart from the kernels, so that asking does not need
-Triton.
-"""
+"""Whether the update kernels apply to a list of tensors; not in `kernels`, which cannot be imported without Triton."""
 
 from collections.abc import Sequence
 
@@ -10,11 +8,7 @@ from torch import Tensor
 
 def fit_update_kernels(tensors: Sequence[Tensor]) -> bool:
     """Contiguous float32, all on one GPU."""
-    return (
-        len(tensors) > 0
-        and tensors[0].is_cuda
-        and all(
-            tensor.device == tensors[0].device and tensor.dtype == torch.float32 and tensor.is_contiguous()
-            for tensor in tensors
-        )
-    )
+    if not tensors or not tensors[0].is_cuda:
+        return False
+    device = tensors[0].device
+    return all(one.device == device and one.dtype == torch.float32 and one.is_contiguous() for one in tensors)

@@ -179,7 +179,7 @@ def test_more_patches_than_there_are_or_none_cannot_be_kept(num_kept: int) -> No
 
 @pytest.mark.parametrize(("ratio", "variance"), [(0.1, 0.2), (0.9, 0.2), (1.1, 0.0), (0.3, -0.1)])
 def test_shares_beyond_none_or_all_of_the_patches_are_refused(ratio: float, variance: float) -> None:
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError, match="0 to 1"):
         masks_of(ratio, variance=variance)
 
 

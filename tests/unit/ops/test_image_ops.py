@@ -176,7 +176,7 @@ def test_centre_view_is_torchvisions_resize_and_centre_crop(size: int, crop_rati
 
 
 def test_centre_view_refuses_a_ratio_above_one() -> None:
-    with pytest.raises(ValueError, match=r"crop_ratio is 1\.5; it must lie in \(0, 1\]"):
+    with pytest.raises(ValueError, match=r"crop_ratio.*1\.5"):
         image_ops.centre_view(ragged([picture(8, 8)]), size=4, crop_ratio=1.5)
 
 

@@ -167,12 +167,12 @@ def test_a_gpu_computes_the_same(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        (((2, 4, 8), (2, 4, 8), (3, 8), (3, 8)), r"expected student \[views, images, dim\]"),
-        (((2, 4, 8), (2, 5, 8), (3, 6, 8), (3, 6, 8)), "images, dimensions or blocks differ"),
-        (((2, 4, 8), (2, 4, 8), (3, 6, 7), (3, 6, 7)), "images, dimensions or blocks differ"),
-        (((2, 4, 8), (2, 4, 8), (3, 6, 8), (2, 6, 8)), "images, dimensions or blocks differ"),
-        (((2, 0, 8), (2, 0, 8), (3, 6, 8), (3, 6, 8)), "empty input"),
-        (((1, 4, 8), (1, 4, 8), (3, 6, 8), (3, 6, 8)), "give at least two student views"),
+        (((2, 4, 8), (2, 4, 8), (3, 8), (3, 8)), "student_blocks must be"),
+        (((2, 4, 8), (2, 5, 8), (3, 6, 8), (3, 6, 8)), "teacher must be"),
+        (((2, 4, 8), (2, 4, 8), (3, 6, 7), (3, 6, 7)), "student_blocks must be"),
+        (((2, 4, 8), (2, 4, 8), (3, 6, 8), (2, 6, 8)), "teacher_blocks must be"),
+        (((2, 0, 8), (2, 0, 8), (3, 6, 8), (3, 6, 8)), "student must be"),
+        (((1, 4, 8), (1, 4, 8), (3, 6, 8), (3, 6, 8)), "no pair of different views"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes: tuple[tuple[int, ...], ...], message: str) -> None:

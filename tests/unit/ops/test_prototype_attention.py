@@ -227,22 +227,6 @@ def test_few_images_at_a_time_bound_the_memory(monkeypatch: pytest.MonkeyPatch) 
     assert largest == {1 << 26: 20 * 1024, 5000: 4 * 1024}
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "logits_per_row", "ends"),
-    [
-        (128, 14 * 65536, [64, 128]),
-        (73, 14 * 65536, [73]),
-        (74, 14 * 65536, [37, 74]),
-        (10, 1 << 24, [4, 8, 10]),
-        (3, 1 << 27, [1, 2, 3]),
-    ],
-)
-def test_chunks_cover_all_rows_in_nearly_equal_parts(num_rows: int, logits_per_row: int, ends: list[int]) -> None:
-    chunks = list(prototype_attention._row_chunks(num_rows, logits_per_row))
-    assert [chunk.stop for chunk in chunks] == ends
-    assert [chunk.start for chunk in chunks] == [0, *ends[:-1]]
-
-
 def test_rows_of_weight_zero_are_left_out_whatever_they_hold() -> None:
     inputs = replace(world(rows=5), row_weights=torch.tensor([0.5, 0.0, 0.2, 0.0, 0.3]))
     kept = torch.tensor([0, 2, 4])
@@ -463,7 +447,7 @@ def test_cross_view_weights_average_over_pairs_of_different_views() -> None:
     many = cross_view_weights(12, 2, device="cpu")
     assert many.sum().item() == pytest.approx(1.0)
     assert (many > 0).sum() == 22
-    with pytest.raises(ValueError, match="1 student and 1 teacher views form no pair"):
+    with pytest.raises(ValueError, match="no pair of different views"):
         cross_view_weights(1, 1, device="cpu")
 
 
@@ -471,20 +455,20 @@ def test_cross_view_weights_average_over_pairs_of_different_views() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("student", (4, 8), r"expected student \[views, rows, dim\].*got \[4, 8\], \[2, 4, 8\], \[16, 8\]"),
-        ("teacher", (4, 8), r"expected .*teacher \[views, rows, dim\]"),
-        ("student_prototypes", (1, 16, 8), r"expected .*prototypes \[prototypes, dim\]"),
-        ("teacher", (2, 5, 8), r"teacher must be \[2, 4, 8\] beside student \[3, 4, 8\]; got \[2, 5, 8\]"),
-        ("teacher", (2, 4, 1), r"teacher must be \[2, 4, 8\]"),
-        ("student_prototypes", (16, 7), r"student_prototypes must be \[16, 8\]"),
+        ("student", (4, 8), r"student must be \[views, rows, dim\].*got \[4, 8\]"),
+        ("teacher", (4, 8), r"teacher must be \[teacher_views, 4, 8\]"),
+        ("student_prototypes", (1, 16, 8), r"student_prototypes must be \[prototypes, 8\]"),
+        ("teacher", (2, 5, 8), r"teacher must be \[teacher_views, 4, 8\].*got \[2, 5, 8\]"),
+        ("teacher", (2, 4, 1), r"teacher must be \[teacher_views, 4, 8\]"),
+        ("student_prototypes", (16, 7), r"student_prototypes must be \[prototypes, 8\]"),
         ("teacher_prototypes", (15, 8), r"teacher_prototypes must be \[16, 8\]"),
         ("centre", (1, 16), r"centre must be \[16\]"),
         ("centre", (1,), r"centre must be \[16\]"),
         ("pair_weights", (2, 3), r"pair_weights must be \[3, 2\]"),
         ("row_weights", (3,), r"row_weights must be \[4\]"),
-        ("student", (3, 0, 8), "empty input"),
-        ("teacher", (0, 4, 8), "empty input"),
-        ("student_prototypes", (0, 8), "empty input.*0 prototypes"),
+        ("student", (3, 0, 8), "student must be .*not empty"),
+        ("teacher", (0, 4, 8), "teacher must be .*not empty"),
+        ("student_prototypes", (0, 8), "student_prototypes must be .*not empty"),
     ],
 )
 def test_wrong_shapes_are_refused_by_name(
@@ -505,7 +489,7 @@ def test_temperatures_must_be_positive(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_operands_of_other_types_are_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=r"operand_dtype must be torch.float32 or torch.bfloat16; got torch.float"):
+    with pytest.raises(ValueError, match="operand_dtype"):
         loss_of(world(), operand_dtype=dtype)
 
 

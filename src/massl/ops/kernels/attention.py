@@ -1,9 +1,9 @@
-"""Triton kernels for attention inside many short sequences that lie one after another in one tensor.
+"""Triton kernels for attention within many short sequences that are packed into one tensor.
 
-Views of different sizes give sequences of different lengths (197 tokens and 37). Packed as rows of one [T, 3 * heads *
-dim] tensor of queries, keys and values, they share all matrix products of a block; only attention treats each sequence
-by itself. The kernels read that tensor and write gradients in the same layout, so nothing is copied, stacked or padded,
-and they use no atomic additions: the result is the same in every run.
+Views of different sizes give sequences of different lengths (197 tokens and 37). Packed as rows of one tensor
+[T, 3 * heads * dim] of queries, keys and values, they share all matrix products of a block; only attention treats each
+sequence separately. The kernels read that tensor and write gradients in the same layout, so nothing is copied, stacked
+or padded. They use no atomic additions, so results are deterministic.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class SequenceGroup(NamedTuple):
-    """Sequences of one length that lie one after another."""
+    """Adjacent sequences of one length."""
 
     num_sequences: int
     length: int
@@ -42,7 +42,8 @@ def store_rows(ptr, values, rows, row_ok, stride, first_column, D: tl.constexpr,
 @triton.jit
 def _forward_tile(
     q, highest, total, out, qkv_ptr, start, keys, scale, head_column,
-    LENGTH: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    LENGTH: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     key_ok = keys < LENGTH
     k = load_rows(qkv_ptr, start + keys, key_ok, 3 * WIDTH, WIDTH + head_column, D, BLOCK_D)
@@ -89,9 +90,8 @@ def _forward_kernel(
     tl.store(lse_ptr + head.to(tl.int64) * num_tokens + start + queries, highest + tl.log2(total), mask=query_ok)
 
 
-# [T, 3 * H * D] -> [T, H * D], [H, T]
 def packed_attention(qkv: Tensor, groups: Sequence[SequenceGroup], num_heads: int) -> tuple[Tensor, Tensor]:
-    """Softmax attention within each sequence, and the base-2 logsumexp of its logits."""
+    """Attention within each sequence and the base-2 logsumexp of its logits: [T, 3 * H * D] -> [T, H * D], [H, T]."""
     num_tokens, width = qkv.shape[0], qkv.shape[1] // 3
     out = torch.empty(num_tokens, width, dtype=qkv.dtype, device=qkv.device)
     lse = torch.empty(num_heads, num_tokens, device=qkv.device)
@@ -100,7 +100,8 @@ def packed_attention(qkv: Tensor, groups: Sequence[SequenceGroup], num_heads: in
         block, inner = (64, 64) if length <= 64 else (128, 64)
         _forward_kernel[(num_sequences * num_heads, triton.cdiv(length, block))](
             qkv, out, lse, first_token, num_tokens, (width // num_heads) ** -0.5,
-            **sizes_of(length, num_heads, width), **tiles_of(length, inner), BLOCK=block, num_warps=4, num_stages=1 if length <= 64 else 3,
+            **sizes_of(length, num_heads, width), **tiles_of(length, inner), BLOCK=block,
+            num_warps=4, num_stages=1 if length <= 64 else 3,
         )  # fmt: skip
         first_token += num_sequences * length
     return out, lse
@@ -108,18 +109,11 @@ def packed_attention(qkv: Tensor, groups: Sequence[SequenceGroup], num_heads: in
 
 def sizes_of(length: int, num_heads: int, width: int) -> dict[str, int | str | bool]:
     dim = width // num_heads
-    # "ieee" concerns float32 operands only: they are not rounded to tf32.
-    return {
-        "LENGTH": length,
-        "HEADS": num_heads,
-        "D": dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "PRECISION": "ieee",
-        "enable_fp_fusion": True,
-    }
+    sizes = {"LENGTH": length, "HEADS": num_heads, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
+    return {**sizes, "PRECISION": "ieee", "enable_fp_fusion": True}  # ieee: float32 operands are not rounded to tf32
 
 
 def tiles_of(length: int, inner: int) -> dict[str, int]:
-    """197 tokens are three tiles of 64 and one of 16: a fourth of 64 would be a quarter more work."""
+    """A short last tile: 197 tokens are three tiles of 64 and one of 16; a fourth of 64 would cost a quarter more."""
     rest = length % inner
     return {"INNER": inner, "WHOLE": length - rest, "TAIL": 0 if rest == 0 else max(16, triton.next_power_of_2(rest))}

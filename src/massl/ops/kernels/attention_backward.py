@@ -1,4 +1,4 @@
-"""Triton kernels for the gradients of `packed_attention`: one for each range of sequence lengths."""
+"""Triton kernels for the gradients of `packed_attention`, one per range of sequence lengths."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from massl.ops.kernels.reduce import sum_over_rows
 
 @triton.jit
 def _store_partial(ptr, values, row, first_column, stride, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Sum over tokens of a gradient [rows, BLOCK_D]: this program's part of a bias gradient."""
+    """This program's part of a bias gradient: the sum over tokens of a gradient [rows, BLOCK_D]."""
     columns = tl.arange(0, BLOCK_D)
     tl.store(ptr + row.to(tl.int64) * stride + first_column + columns, tl.sum(values, axis=0), mask=columns < D)
 
@@ -21,9 +21,10 @@ def _store_partial(ptr, values, row, first_column, stride, D: tl.constexpr, BLOC
 @triton.jit
 def _backward_whole_kernel(
     qkv_ptr, out_ptr, lse_ptr, grad_out_ptr, grad_qkv_ptr, partial_ptr, first_token, first_partial, num_tokens, scale,
-    LENGTH: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    LENGTH: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A sequence that fits one tile: one program for all of a head's gradients."""
+    """For sequences that fit one tile: one program computes all gradients of a head."""
     sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = first_token + sequence * LENGTH
     width: tl.constexpr = HEADS * D
@@ -74,7 +75,8 @@ def _backward_keys_tile(
 @triton.jit
 def _backward_queries_tile(
     q, grad_out, delta, lse, grad_q, qkv_ptr, start, keys, scale, head_column,
-    LENGTH: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    LENGTH: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     ok = keys < LENGTH
     k = load_rows(qkv_ptr, start + keys, ok, 3 * WIDTH, WIDTH + head_column, D, BLOCK_D)
@@ -92,9 +94,7 @@ def _backward_tiled_kernel(
     LENGTH: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr, INNER: tl.constexpr, WHOLE: tl.constexpr, TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Longer sequences: each program takes BLOCK tokens, first as keys (their gradients sum over queries), then as
-    queries.
-    """
+    """For longer sequences: a program takes BLOCK tokens, first as keys (summing over queries), then as queries."""
     sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = first_token + sequence * LENGTH
     width: tl.constexpr = HEADS * D
@@ -110,13 +110,13 @@ def _backward_tiled_kernel(
     grad_v = tl.zeros([BLOCK, BLOCK_D], dtype=tl.float32)
     for first in range(0, WHOLE, INNER):
         grad_k, grad_v = _backward_keys_tile(
-            k, v, grad_k, grad_v, qkv_ptr, out_ptr, lse_of_head, grad_out_ptr, start, first + tl.arange(0, INNER), scale, column,
-            LENGTH, width, D, BLOCK_D, PRECISION,
+            k, v, grad_k, grad_v, qkv_ptr, out_ptr, lse_of_head, grad_out_ptr, start, first + tl.arange(0, INNER),
+            scale, column, LENGTH, width, D, BLOCK_D, PRECISION,
         )  # fmt: skip
     if TAIL > 0:
         grad_k, grad_v = _backward_keys_tile(
-            k, v, grad_k, grad_v, qkv_ptr, out_ptr, lse_of_head, grad_out_ptr, start, WHOLE + tl.arange(0, TAIL), scale, column,
-            LENGTH, width, D, BLOCK_D, PRECISION,
+            k, v, grad_k, grad_v, qkv_ptr, out_ptr, lse_of_head, grad_out_ptr, start, WHOLE + tl.arange(0, TAIL),
+            scale, column, LENGTH, width, D, BLOCK_D, PRECISION,
         )  # fmt: skip
     grad_k = tl.where(ok[:, None], grad_k * scale, 0.0)
     grad_v = tl.where(ok[:, None], grad_v, 0.0)
@@ -149,7 +149,7 @@ def _backward_tiled_kernel(
 @triton.jit
 def _backward_half(q, grad_out, delta, lse, grad_q, k, v, key_ok, scale, PRECISION: tl.constexpr):
     weights = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E) - lse[:, None])
-    # a key beyond the end has logit 0, which may be far above all others
+    # a key beyond the end has logit 0, which may be far above the others
     weights = tl.where(key_ok[None, :], weights, 0.0)
     grad_v = tl.dot(tl.trans(weights.to(q.dtype)), grad_out, input_precision=PRECISION)
     grad_weights = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
@@ -165,7 +165,7 @@ def _backward_halves_kernel(
     LENGTH: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sequences of up to two tiles of queries: one program for all of a head's gradients, keys in tiles of INNER."""
+    """For sequences of up to two tiles of queries: one program computes all gradients of a head, keys by INNER."""
     sequence, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     start = first_token + sequence * LENGTH
     width: tl.constexpr = HEADS * D
@@ -215,16 +215,15 @@ def _backward_halves_kernel(
 def packed_attention_backward(
     qkv: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, groups: Sequence[SequenceGroup], num_heads: int
 ) -> tuple[Tensor, Tensor]:  # -> [T, 3 * H * D], [3 * H * D]
-    """Gradient of qkv and its sum over tokens, the gradient of the bias that was added to it."""
+    """Gradient of qkv, and its sum over tokens, which is the gradient of the bias."""
     num_tokens, width = out.shape
     grad_qkv = torch.empty_like(qkv)
-    num_partials = [num_sequences * (1 if length <= 256 else triton.cdiv(length, 64)) for num_sequences, length in groups]
+    num_partials = [count * (1 if length <= 256 else triton.cdiv(length, 64)) for count, length in groups]
     partial = torch.empty(sum(num_partials), 3 * width, device=qkv.device)
     first_token = first_partial = 0
     for (num_sequences, length), num in zip(groups, num_partials, strict=True):
-        operands = (
-            qkv, out, lse, grad_out, grad_qkv, partial, first_token, first_partial, num_tokens, (width // num_heads) ** -0.5
-        )  # fmt: skip
+        scale = (width // num_heads) ** -0.5
+        operands = (qkv, out, lse, grad_out, grad_qkv, partial, first_token, first_partial, num_tokens, scale)
         sizes = sizes_of(length, num_heads, width)
         if length <= 128:
             block = 64 if length <= 64 else 128

@@ -1,7 +1,6 @@
-"""Triton kernels for attention with a single query per sequence: the class token of the last block, whose other tokens
-nobody reads.
+"""Triton kernels for attention with one query per sequence: the class token in the last block.
 
-One program per sequence and head holds all keys and values; the kernels are bound by reading them once.
+One program per sequence and head holds all keys and values; reading them once takes most of the time.
 """
 
 from collections.abc import Sequence
@@ -87,23 +86,12 @@ def class_attention_backward(
 
 def _launches(
     q: Tensor, groups: Sequence[SequenceGroup], num_heads: int
-) -> list[tuple[tuple[int, int, float], dict[str, int], int]]:
+) -> list[tuple[tuple[int, int, float], dict[str, int], int]]:  # operands, sizes and number of programs of each group
     dim, first_sequence, first_token, launches = q.shape[1] // num_heads, 0, 0, []
     for num_sequences, length in groups:
         block = max(16, triton.next_power_of_2(length))
-        sizes = {
-            "LENGTH": length,
-            "HEADS": num_heads,
-            "D": dim,
-            "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-            "BLOCK": block,
-        }
-        launches.append(
-            (
-                (first_sequence, first_token, dim**-0.5),
-                {**sizes, "num_warps": 4 if block <= 128 else 8, "enable_fp_fusion": True},
-                num_sequences * num_heads,
-            )
-        )
+        sizes = {"LENGTH": length, "HEADS": num_heads, "D": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
+        sizes |= {"BLOCK": block, "num_warps": 4 if block <= 128 else 8, "enable_fp_fusion": True}
+        launches.append(((first_sequence, first_token, dim**-0.5), sizes, num_sequences * num_heads))
         first_sequence, first_token = first_sequence + num_sequences, first_token + num_sequences * length
     return launches

@@ -1,12 +1,10 @@
-"""A pre-norm transformer block as few large operations: matrix products by the vendor's library, everything between
-them by our kernels.
+"""A pre-norm transformer block from few large operations: cuBLAS matrix products and our own kernels between them.
 
-All tokens of all views are rows of one [T, C] tensor. Between blocks the stream is kept as a sum that has not been taken yet,
+All tokens of all views are rows of one [T, C] tensor. Between blocks the residual stream is kept as an unevaluated sum,
     stream = x + scale * (branch + bias),
-because the next block's first kernel adds and normalises in one pass. Forward and backward are written out, so what is kept for the
-backward pass is visible: the two sums, queries/keys/values, the attention output and the hidden layer before its GELU, 10 C numbers per
-token; norms and GELU are recomputed by kernels that have to read their inputs anyway. `memory_lean` keeps one sum only and repeats the
-forward pass of the block.
+because the next block's first kernel adds and normalises in one pass. The backward pass keeps the two sums, queries,
+keys and values, the attention output and the hidden layer before its GELU: 10 C numbers per token. Norms and GELU are
+recomputed by kernels that must read their inputs anyway. `memory_lean` keeps only one sum and repeats the forward pass.
 """
 
 from collections.abc import Sequence
@@ -29,11 +27,11 @@ class Stream(NamedTuple):
     x: Tensor  # [T, C]
     branch: Tensor | None = None  # [T, C]
     bias: Tensor | None = None  # [C]
-    scale: Tensor | None = None  # [T] float32, of stochastic depth; None: 1
+    scale: Tensor | None = None  # [T] float32 of stochastic depth; None: 1
 
 
 class BlockWeights(NamedTuple):
-    """Parameters of a block, in float32, in the order of the computation."""
+    """float32 parameters of a block, in the order of the computation."""
 
     norm1_weight: Tensor
     norm1_bias: Tensor
@@ -46,11 +44,11 @@ class BlockWeights(NamedTuple):
     fc1_weight: Tensor
     fc1_bias: Tensor
     fc2_weight: Tensor
-    fc2_bias: Tensor  # not used inside: it travels with the branch
+    fc2_bias: Tensor  # added by the next block, with the branch
 
 
 class Operands(NamedTuple):
-    """The block's matrices, and the one bias that is added inside a product, in the precision of the products."""
+    """The matrices, and the one bias added inside a product, in the precision of the products."""
 
     qkv_weight: Tensor
     qkv_bias: Tensor
@@ -79,9 +77,7 @@ def transformer_block(
     epsilons: tuple[float, float],
     memory_lean: bool = False,
 ) -> Stream:
-    """The stream after the block. `attention_scale` and `branch_scale` [T] scale its two residual branches (stochastic
-    depth).
-    """
+    """The stream after the block; `attention_scale` and `branch_scale` [T] are those of stochastic depth."""
     shape = _Shape(tuple(groups), num_heads, *epsilons, memory_lean)
     x, branch = _Block.apply(*stream, attention_scale, shape, operands, *weights[:-1])
     return Stream(x, branch, weights.fc2_bias, branch_scale)
@@ -95,20 +91,19 @@ def settle(
     return total, normed
 
 
-# [R, C], [T, 2 * C] -> [R, C]
 def attend_from_class(q: Tensor, kv: Tensor, groups: Sequence[SequenceGroup], num_heads: int) -> Tensor:
-    """Attention of one query per sequence to all its tokens."""
+    """Attention of one query per sequence to all its tokens: [R, C], [T, 2 * C] -> [R, C]."""
     out: Tensor = _ClassAttention.apply(q, kv, tuple(groups), num_heads)
     return out
 
 
 def _without_last_bias(weights: Sequence[Tensor]) -> BlockWeights:
-    """The weights a block reads itself: the last bias, added by the next block, is left empty."""
+    """The weights the block itself reads; the last bias is left empty."""
     return BlockWeights._make([*weights, weights[0].new_empty(0)])
 
 
 class _Middle(NamedTuple):
-    """What a block computes between its first sum and its output, as far as the backward pass reads it."""
+    """Intermediate results of a block that the backward pass reads."""
 
     mean1: Tensor
     rstd1: Tensor
@@ -124,7 +119,7 @@ class _Middle(NamedTuple):
 def _forward(
     stream: Stream, attention_scale: Tensor | None, shape: _Shape, operands: Operands, weights: BlockWeights
 ) -> tuple[Tensor, Tensor, _Middle]:
-    """The first sum, the output branch and what lies between; the stream after the block is (middle.total2, branch)."""
+    """The first sum, the output branch and intermediate results; the stream after it is (middle.total2, branch)."""
     dtype = operands.qkv_weight.dtype
     total1, normed, mean1, rstd1 = add_norm(
         *stream, weights.norm1_weight, weights.norm1_bias, epsilon=shape.epsilon1, dtype=dtype
@@ -133,17 +128,11 @@ def _forward(
     del normed
     attended, lse = packed_attention(qkv, shape.groups, shape.num_heads)
     projected = attended @ operands.proj_weight.t()
+    stream = Stream(total1, projected, weights.proj_bias, attention_scale)
     total2, normed, mean2, rstd2 = add_norm(
-        total1,
-        projected,
-        weights.proj_bias,
-        attention_scale,
-        weights.norm2_weight,
-        weights.norm2_bias,
-        epsilon=shape.epsilon2,
-        dtype=dtype,
+        *stream, weights.norm2_weight, weights.norm2_bias, epsilon=shape.epsilon2, dtype=dtype
     )
-    del projected
+    del projected, stream
     hidden = normed @ operands.fc1_weight.t()
     branch = bias_gelu(hidden, weights.fc1_bias) @ operands.fc2_weight.t()
     return total1, branch, _Middle(mean1, rstd1, qkv, attended, lse, total2, mean2, rstd2, hidden)
@@ -152,7 +141,7 @@ def _forward(
 def _weight_gradient(grad_output: Tensor, operand: Tensor) -> Tensor:  # [T, out], [T, in] -> [out, in] float32
     if grad_output.dtype == torch.float32 or not grad_output.is_cuda:
         return grad_output.t().float() @ operand.float()
-    # The product's own float32 sums: rounding them to 16 bits and back would cost accuracy and a pass.
+    # The product's own float32 sums; rounding them to 16 bits and back would cost accuracy and time.
     return torch.mm(grad_output.t(), operand, out_dtype=torch.float32)
 
 
@@ -190,8 +179,8 @@ class _Block(torch.autograd.Function):
         else:
             middle = _Middle(*rest[num_weights:])
 
-        # The transposed copy makes this product 13 % faster (both operands then run along the summed axis), and copying
-        # takes 1 % of it.
+        # The transposed copy makes this product 13 % faster (both operands are then contiguous along the summed axis);
+        # copying costs 1 %.
         grad_activated = grad_branch @ operands.fc2_weight.t().contiguous().t()
         grad_hidden, activated, grad_fc1_bias = bias_gelu_backward(middle.hidden, weights.fc1_bias, grad_activated)
         del grad_activated
@@ -199,27 +188,17 @@ class _Block(torch.autograd.Function):
         del activated, grad_branch
         grad_normed = grad_hidden @ operands.fc1_weight
         grad_x, grad_projected, grad_norm2_weight, grad_norm2_bias, grad_proj_bias, normed = add_norm_backward(
-            grad_normed,
-            grad_x,
-            middle.total2,
-            middle.mean2,
-            middle.rstd2,
-            attention_scale,
-            weights.norm2_weight,
-            weights.norm2_bias,
-        )
+            grad_normed, grad_x, middle.total2, middle.mean2, middle.rstd2,
+            attention_scale, weights.norm2_weight, weights.norm2_bias,
+        )  # fmt: skip
         grad_fc1_weight = _weight_gradient(grad_hidden, normed)
         del grad_hidden, grad_normed, normed
         grad_proj_weight = _weight_gradient(grad_projected, middle.attended)
+        grad_attended = grad_projected @ operands.proj_weight
         grad_qkv, grad_qkv_bias = packed_attention_backward(
-            middle.qkv,
-            middle.attended,
-            middle.lse,
-            grad_projected @ operands.proj_weight,
-            shape.groups,
-            shape.num_heads,
+            middle.qkv, middle.attended, middle.lse, grad_attended, shape.groups, shape.num_heads
         )
-        del grad_projected
+        del grad_projected, grad_attended
         grad_normed = grad_qkv @ operands.qkv_weight
         grad_x, grad_before, grad_norm1_weight, grad_norm1_bias, grad_bias_before, normed = add_norm_backward(
             grad_normed, grad_x, total1, middle.mean1, middle.rstd1, scale, weights.norm1_weight, weights.norm1_bias
@@ -250,7 +229,7 @@ class _AddNorm(torch.autograd.Function):
         ctx.save_for_backward(total, mean, rstd, scale, weight, shift)
         ctx.has_branch = branch is not None
         if not ctx.has_branch:
-            total = total.view_as(total)  # an input is not returned as it is
+            total = total.view_as(total)  # autograd: an input must not be returned itself
         return total, normed
 
     @staticmethod

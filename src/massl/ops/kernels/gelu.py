@@ -1,8 +1,7 @@
 """Triton kernels for bias and GELU inside a transformer's MLP, forward and backward.
 
-Each reads its operands once, computes in float32 and writes once; the gradient of the bias is summed in the same pass,
-as one partial sum per program, so it is deterministic. Joined to the matrix products before them these kernels were
-slower (docs/performance.md).
+Each reads its operands once, computes in float32 and writes once; the bias gradient is summed in the same pass, as one
+partial sum per program, so it is deterministic. Fused into the matrix products they were slower (docs/performance.md).
 """
 
 import torch
@@ -15,10 +14,9 @@ from massl.ops.kernels.reduce import sum_over_rows
 
 @triton.jit
 def _normal_tail(x):
-    """exp(-x^2 / 2) and the normal distribution function, by 7.1.26 of Abramowitz and Stegun: off by less than 1e-7.
+    """exp(-x^2 / 2) and the normal distribution function by Abramowitz and Stegun 7.1.26, to within 1e-7.
 
-    One exponential and one reciprocal; the library's erf needs twice the instructions and made these kernels bound by
-    arithmetic.
+    One exponential and one reciprocal; the library's erf needs twice the instructions and would limit the speed.
     """
     bell = tl.exp2(-0.7213475204444817 * x * x)
     t = 1.0 / (1.0 + 0.2316418882 * tl.abs(x))
@@ -80,9 +78,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:  # [T, C], [C] -> [T, C]
 def bias_gelu_backward(
     x: Tensor, bias: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:  # [T, C], [C], [T, C] -> [T, C], [T, C], [C]
-    """Gradient of x, the output again (keeping it would need 3 GiB at ViT-S and 128 images and save 1 % of the step),
-    that of the bias.
-    """
+    """Gradient of x, the output again (keeping it: 3 GiB for ViT-S and 128 images, 1 % faster), gradient of bias."""
     num_rows, num_columns = x.shape
     grad_input, output = torch.empty_like(grad), torch.empty_like(x)
     rows_per_program = 256

@@ -1,7 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""iBOT's masks of rectangles as one Triton kernel, in place of some thousand launches; the masks are those of
-block_masks, bit for bit.
-"""
+"""iBOT's rectangle masks as one Triton kernel instead of some thousand launches, bitwise equal to `block_masks`."""
 
 import torch
 import triton
@@ -25,10 +22,10 @@ def _exponential(x):
 @triton.jit
 def _rectangles_kernel(
     targets_ptr, draws_ptr, masks_ptr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr, SMALLEST_AREA: tl.constexpr,
-    NUM_TRIES: tl.constexpr, NUM_DRAWS: tl.constexpr, NUM_FAILURES: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
+    SMALLEST_AREA: tl.constexpr, NUM_TRIES: tl.constexpr, NUM_DRAWS: tl.constexpr, NUM_FAILURES: tl.constexpr,
 ):  # fmt: skip
-    """One program: one mask, which stays in registers until it is finished."""
+    """One program per mask, which stays in registers until it is finished."""
     program = tl.program_id(0).to(tl.int64)
     rows, columns = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_W)
     mask = tl.zeros([BLOCK_H, BLOCK_W], dtype=tl.int32)
@@ -59,14 +56,13 @@ def _rectangles_kernel(
     )
 
 
-# [V, B], [V, B, tries * draws] -> [V, B, H * W]
 def place_rectangles(targets: Tensor, draws: Tensor, grid: tuple[int, int]) -> Tensor:
-    """`block_masks.place_rectangles` with its random numbers drawn beforehand."""
+    """`block_masks.place_rectangles` from draws made beforehand: [V, B], [V, B, tries * draws] -> [V, B, H * W]."""
     height, width = grid
     masks = torch.empty(*targets.shape, height * width, dtype=torch.bool, device=targets.device)
     if masks.numel() == 0:
         return masks
-    # Without fused multiply-adds, which round once where the tensor operations round twice.
+    # No fused multiply-adds: they round once where the tensor operations round twice.
     _rectangles_kernel[(targets.numel(),)](
         targets.contiguous(), draws.contiguous(), masks.view(torch.uint8),
         HEIGHT=height, WIDTH=width, BLOCK_H=triton.next_power_of_2(height), BLOCK_W=triton.next_power_of_2(width),

@@ -1,4 +1,4 @@
-"""Triton kernels beside the attention over the memory: drawing blocks, and joining attention over parts of a block."""
+"""Triton kernels around memory attention: gather random blocks, join attention over the parts of a block."""
 
 import torch
 import triton
@@ -52,7 +52,7 @@ def _join_kernel(
 
 
 def gather_rows_as(rows: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:  # [K, D], [n] -> [n, D]
-    """rows[order] in another precision, without the copy in the first one (64 MiB at K = 65,536)."""
+    """rows[order] in another precision, without an intermediate copy (64 MiB at K = 65,536)."""
     num_rows, dim = len(order), rows.shape[1]
     out = torch.empty(num_rows, dim, dtype=dtype, device=rows.device)
     _gather_kernel[(triton.cdiv(num_rows, 16),)](
@@ -61,15 +61,15 @@ def gather_rows_as(rows: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:  
     return out
 
 
-# [B * P, R, D], [B * P, R] -> [R, D], [R]
-def join_parts(parts: Tensor, lse: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """Attention over whole blocks from attention over their P parts each, averaged over blocks; likewise the logsumexp.
-    float32.
-    """
+def join_parts(
+    parts: Tensor, lse: Tensor, num_blocks: int
+) -> tuple[Tensor, Tensor]:  # [B * P, R, D], [B * P, R] -> [R, D], [R] float32
+    """Attention over blocks, and its logsumexp, from those over the P parts of each block; averaged over blocks."""
     num_parts, num_queries, dim = parts.shape[0] // num_blocks, parts.shape[1], parts.shape[2]
     mean, mean_lse = torch.empty(num_queries, dim, device=parts.device), torch.empty(num_queries, device=parts.device)
     _join_kernel[(triton.cdiv(num_queries, 4),)](
         parts, lse, mean, mean_lse, num_queries,
-        NUM_BLOCKS=num_blocks, NUM_PARTS=num_parts, D=dim, BLOCK_D=triton.next_power_of_2(dim), ROWS=4, enable_fp_fusion=True,
+        NUM_BLOCKS=num_blocks, NUM_PARTS=num_parts, D=dim, BLOCK_D=triton.next_power_of_2(dim), ROWS=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return mean, mean_lse

@@ -1,4 +1,4 @@
-"""How views look, on a GPU: colour in one launch; blur, solarise, normalise and round in another (see view_kernels)."""
+"""GPU kernels for photometric augmentation: one for colour, one for blur, solarise, normalise and round."""
 
 from collections.abc import Sequence
 
@@ -25,18 +25,13 @@ _CONTRAST, _SATURATION, _HUE = map(tl.constexpr, (1, 2, 3))  # positions in imag
 # ---- colour ----------------------------------------------------------------------------------------------------------
 
 
-# [N, 3, S, S], [N, 24]
 def colour_in_place(views: Tensor, jobs: Tensor, *, pixels_at_once: int = 2048, num_warps: int = 8) -> None:
-    """Jitter, then grey, for the views whose jobs ask for it: image_ops.colour_jitter and image_ops.grey."""
+    """Jitter, then grey, the views [N, 3, S, S] whose jobs [N, 24] say so, as image_ops.colour_jitter and grey do."""
     num_pixels = views.shape[2] * views.shape[3]
     _colour_kernel[(len(jobs),)](
-        views,
-        jobs.view(torch.float32),
-        num_pixels,
-        PIXELS_AT_ONCE=pixels_at_once,
-        num_warps=num_warps,
-        enable_fp_fusion=True,
-    )
+        views, jobs.view(torch.float32), num_pixels,
+        PIXELS_AT_ONCE=pixels_at_once, num_warps=num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -80,9 +75,7 @@ def _jittered(red, green, blue, operation, factor, mean_luminance):
 
 @triton.jit
 def _colour_kernel(views, floats, num_pixels, PIXELS_AT_ONCE: tl.constexpr):
-    """One view: a pass up to contrast, which needs the mean luminance of the whole view at that point, and a pass that
-    writes.
-    """
+    """One view: a pass up to contrast, to get the mean luminance that contrast needs, and a pass that writes."""
     view = tl.program_id(0)
     parameters = floats + view * NUM_COLUMNS
     jittered, greyed = tl.load(parameters + JITTERED) > 0, tl.load(parameters + GREYED) > 0
@@ -98,7 +91,9 @@ def _colour_kernel(views, floats, num_pixels, PIXELS_AT_ONCE: tl.constexpr):
                 operation = tl.load(parameters + ORDER + turn).to(tl.int32)
                 before_contrast = tl.where(operation == _CONTRAST, 0, before_contrast)
                 if before_contrast > 0:
-                    red, green, blue = _jittered(red, green, blue, operation, tl.load(parameters + FACTORS + operation), 0.0)
+                    red, green, blue = _jittered(
+                        red, green, blue, operation, tl.load(parameters + FACTORS + operation), 0.0
+                    )
             luminances += tl.where(inside, _luminance(red, green, blue), 0.0)
     mean_luminance = tl.sum(luminances, 0) / num_pixels
     if jittered | greyed:
@@ -120,47 +115,31 @@ def _colour_kernel(views, floats, num_pixels, PIXELS_AT_ONCE: tl.constexpr):
 
 # ---- blur, solarise, normalise ---------------------------------------------------------------------------------------
 
-_TILE, _WINDOW = 32, 64  # per axis: the pixels that one program finishes and those that their blur may read
+_TILE, _WINDOW = 32, 64  # per axis: pixels that one program writes, and that it reads for their blur
 
 
 def can_blur(sigma: float) -> bool:
-    """Whether three passes of the box for this sigma stay inside the window: up to 5.4 pixels."""
+    """Whether three box passes for this sigma stay inside the window: up to 5.4 pixels."""
     return 3 * (int((4 * sigma**2 + 1) ** 0.5 - 1) // 2 + 1) <= (_WINDOW - _TILE) // 2
 
 
 def finish(
-    views: Tensor,
-    jobs: Tensor,
-    *,
-    mean: Sequence[float],
-    std: Sequence[float],
-    dtype: torch.dtype,
+    views: Tensor, jobs: Tensor, *, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
 ) -> Tensor:  # float32 [N, 3, S, S], [N, 24] -> [N, 3, S, S]
-    """Blur and solarise the views whose jobs ask for it (every sigma such that `can_blur`), normalise all and round to
-    `dtype`.
-    """
+    """Blur (sigmas must satisfy `can_blur`) and solarise the views whose jobs say so; normalise and round all."""
     finished = torch.empty_like(views, dtype=dtype)
     size = views.shape[-1]
     tiles_across = triton.cdiv(size, _TILE)
     _finish_kernel[(len(jobs) * tiles_across**2,)](
-        views,
-        jobs.view(torch.float32),
-        finished,
-        size,
-        tiles_across,
-        *mean,
-        *std,
-        TILE=_TILE,
-        WINDOW=_WINDOW,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        views, jobs.view(torch.float32), finished, size, tiles_across, *mean, *std,
+        TILE=_TILE, WINDOW=_WINDOW, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     return finished
 
 
 @triton.jit
 def _box(outputs, sources, extent, size):
-    """One pass of the extended box filter of image_ops before division by its sum, which is the same for all outputs."""
+    """One pass of image_ops' extended box filter, before division by its sum, which is the same for all outputs."""
     reach = tl.maximum(extent + 1 - tl.abs(outputs[:, None] - sources[None, :]), 0.0)
     at_border = (sources == 0) | (sources == size - 1)
     weights = tl.where(at_border[None, :], reach, tl.minimum(reach, 1.0))

@@ -1,6 +1,4 @@
-"""The sum over rows that ends every deterministic gradient sum: programs leave partial sums, one row each, and this
-adds the rows.
-"""
+"""Sum over rows: other kernels write one row of partial sums per program, and this adds them deterministically."""
 
 import torch
 import triton
@@ -23,7 +21,7 @@ def _sum_kernel(rows_ptr, out_ptr, num_rows, num_columns, ROWS: tl.constexpr, CO
 def sum_over_rows(rows: Tensor) -> Tensor:  # [P, C] float32 -> [C]
     num_rows, num_columns = rows.shape
     out = torch.empty(num_columns, device=rows.device)
-    # Few columns and many rows per program: a thousand columns must keep more than a handful of multiprocessors busy.
+    # Few columns and many rows per program, so that a thousand columns occupy many multiprocessors.
     _sum_kernel[(triton.cdiv(num_columns, 16),)](
         rows, out, num_rows, num_columns, ROWS=256, COLUMNS=16, num_warps=8, enable_fp_fusion=True
     )

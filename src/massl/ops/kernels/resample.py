@@ -1,13 +1,11 @@
-"""Views on a GPU in three launches per view size: resample (here), colour, finish (photometric).
+"""Views on a GPU in three launches per view size: resample (here), colour and finish (photometric).
 
-The slow truth is image_ops, whose results these kernels repeat to within a fraction of a grey level. Everything a
-kernel needs to know about a view is one row of a job table, which reaches the device in a single copy. No program
-depends on another or on the batch, and nothing is added up across programs, so a view is bitwise the same wherever it
-stands.
+The reference is image_ops; results agree to a fraction of a grey level. All parameters of a view are one row of a job
+table, which reaches the device in a single copy. Programs do not depend on each other or on the batch, so a view is
+bitwise the same at any position of a batch.
 
-Weights and images enter the tensor cores as float16: bytes are exact in it, and each sum is divided by the sum of the
-*rounded* weights, so a constant image stays constant. It has the 11 bits of tf32, but is rounded, where the hardware
-cuts tf32 operands off and so darkens.
+The tensor cores get float16 weights and images: bytes are exact in it, and each sum is divided by the sum of the
+*rounded* weights, so a constant image stays constant. tf32 has as many bits, but is truncated, which darkens.
 """
 
 from typing import NamedTuple
@@ -21,7 +19,7 @@ from massl.ops.image_ops import Axis, Filter, RaggedImages
 
 # ---- the job table ---------------------------------------------------------------------------------------------------
 
-# 4-byte columns: the image's offset (8 bytes), height and width, both axes, then the photometric of `pack_photometric`.
+# 4-byte columns: the image's offset (8 bytes), height and width, both axes, then the row of `pack_photometric`.
 ROW_AXIS, COLUMN_AXIS, FACTORS, ORDER, JITTERED, GREYED, SOLARISED, SIGMA = map(
     tl.constexpr, (4, 8, 12, 16, 20, 21, 22, 23)
 )
@@ -32,14 +30,14 @@ NUM_PHOTOMETRIC = 12
 def pack_photometric(
     factors: Tensor, order: Tensor, *, jittered: Tensor, greyed: Tensor, solarised: Tensor, sigmas: Tensor
 ) -> Tensor:
-    """[N, 4], [N, 4], the others [N] -> float32 [N, NUM_PHOTOMETRIC]. A sigma of 0 stands for no blur."""
+    """[N, 4], [N, 4], the others [N] -> float32 [N, NUM_PHOTOMETRIC]. A sigma of 0 means no blur."""
     return torch.cat([factors, order, torch.stack([jittered, greyed, solarised, sigmas], dim=1)], dim=1).float()
 
 
-def pack_jobs(images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, photometric: Tensor | None = None) -> Tensor:
-    """CPU int32 [N, 24]: view n is image `sources[n]` resampled along `rows` and `columns`, and then changed by
-    `photometric[n]`.
-    """
+def pack_jobs(
+    images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, photometric: Tensor | None = None
+) -> Tensor:
+    """CPU int32 [N, 24]: view n is image `sources[n]` resampled along `rows` and `columns`, then `photometric[n]`."""
     places = torch.cat([images.offsets[:, None].view(torch.int32), images.sizes.int()], dim=1)[sources]
     axes = torch.stack([*rows, *columns], dim=1)
     if photometric is None:
@@ -51,15 +49,13 @@ def pack_jobs(images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, 
 
 
 class ResampleTiles(NamedTuple):
-    """What one program of the resampling kernel makes (output pixels) and reads at once (source pixels); powers of two
-    >= 16.
-    """
+    """Output pixels that one program writes and source pixels it reads at once; powers of two >= 16."""
 
     out_rows: int = 32
     out_columns: int = 32
     source_rows: int = 32
     source_columns: int = 32
-    num_warps: int = 2  # the rows of a tile are shared out 16 to a warp; more warps would repeat the work of these two
+    num_warps: int = 2  # a warp takes 16 rows of a tile; more than two would repeat work
 
 
 DEFAULT_TILES = ResampleTiles()
@@ -72,22 +68,11 @@ def resample(
     views = torch.empty(len(jobs), 3, size, size, device=pixels.device)
     tiles_across, tiles_down = triton.cdiv(size, tiles.out_columns), triton.cdiv(size, tiles.out_rows)
     _resample_kernel[(len(jobs) * tiles_down * tiles_across,)](
-        pixels,
-        jobs.view(torch.int64),
-        jobs,
-        jobs.view(torch.float32),
-        views,
-        size,
-        tiles_across,
-        tiles_down * tiles_across,
-        OUT_ROWS=tiles.out_rows,
-        OUT_COLUMNS=tiles.out_columns,
-        SOURCE_ROWS=tiles.source_rows,
-        SOURCE_COLUMNS=tiles.source_columns,
-        BILINEAR=filter == "bilinear",
-        num_warps=tiles.num_warps,
-        enable_fp_fusion=True,
-    )
+        pixels, jobs.view(torch.int64), jobs, jobs.view(torch.float32), views, size,
+        tiles_across, tiles_down * tiles_across, OUT_ROWS=tiles.out_rows, OUT_COLUMNS=tiles.out_columns,
+        SOURCE_ROWS=tiles.source_rows, SOURCE_COLUMNS=tiles.source_columns,
+        BILINEAR=filter == "bilinear", num_warps=tiles.num_warps, enable_fp_fusion=True,
+    )  # fmt: skip
     return views
 
 
@@ -111,7 +96,7 @@ def store_channels(places, plane, inside, red, green, blue):
 
 @triton.jit
 def _support(first_output, num_outputs, origin, step, num_read):
-    """The first source pixel with a weight for these outputs and the one after the last."""
+    """The first source pixel with a weight for these outputs, and the one after the last."""
     edge, other_edge = origin + first_output * step, origin + (first_output + num_outputs) * step
     reach = 2 * tl.maximum(tl.abs(step), 1.0)
     begin = tl.maximum(tl.floor(tl.minimum(edge, other_edge) - reach), 0.0)
@@ -121,7 +106,7 @@ def _support(first_output, num_outputs, origin, step, num_read):
 
 @triton.jit
 def _taps(sources, outputs, origin, step, num_read, BILINEAR: tl.constexpr):
-    """The weights of image_ops before they are divided by their sum, from positions that broadcast to a matrix."""
+    """The weights of image_ops before division by their sum, from positions that broadcast to a matrix."""
     distance = tl.abs(sources + 0.5 - (origin + (outputs + 0.5) * step)) / tl.maximum(tl.abs(step), 1.0)
     outer, inner = tl.maximum(2 - distance, 0.0), tl.maximum(1 - distance, 0.0)
     taps = inner if BILINEAR else outer * outer * (outer - 1) * 0.5 + inner * inner * (1 - 2 * inner)
@@ -139,9 +124,7 @@ def _resample_kernel(
     OUT_ROWS: tl.constexpr, OUT_COLUMNS: tl.constexpr, SOURCE_ROWS: tl.constexpr, SOURCE_COLUMNS: tl.constexpr,
     BILINEAR: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one view, all channels: columns first, clipped, then rows. `longs`, `ints` and `floats` are the same
-    job table.
-    """
+    """One tile of one view, all channels: columns, clip, rows. `longs`, `ints` and `floats` are the same job table."""
     view, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     first_row, first_column = tile // tiles_across * OUT_ROWS, tile % tiles_across * OUT_COLUMNS
     job = view * NUM_COLUMNS
@@ -150,8 +133,7 @@ def _resample_kernel(
     left, num_columns, column_origin, column_step = _load_four(floats + job + COLUMN_AXIS)
     row_begin, row_end = _support(first_row, OUT_ROWS, row_origin, row_step, num_rows)
     column_begin, column_end = _support(first_column, OUT_COLUMNS, column_origin, column_step, num_columns)
-    # 64 bits up to the corner of each channel's crop: a batch may pass 2 GiB; 32 bits from there on, within one
-    # channel.
+    # 64 bits up to the corner of each channel's crop, as a batch may exceed 2 GiB; 32 bits within a channel.
     plane = height.to(tl.int64) * width
     red_corner = pixels + tl.load(longs + job // 2) + top.to(tl.int64) * width + left.to(tl.int64)
     out_rows, out_columns = first_row + tl.arange(0, OUT_ROWS), first_column + tl.arange(0, OUT_COLUMNS)

@@ -1,6 +1,4 @@
-"""Triton kernels between images and tokens: cutting views into patches, and putting embedded patches into the packed
-token tensor.
-"""
+"""Triton kernels between images and tokens: cut views into patches, pack embedded patches into the token tensor."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from massl.ops.kernels.reduce import sum_over_rows
 
-_SEQUENCES_PER_PROGRAM = 32  # of the backward kernel: one partial sum of the table's gradient for so many sequences
+_SEQUENCES_PER_PROGRAM = 32  # per partial sum of the table's gradient in the backward kernel
 
 
 @triton.jit
@@ -21,7 +19,7 @@ def _patches_kernel(
     views_ptr, out_ptr, height, width, image_height, image_width,
     PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """One program: a row of patches of one channel, read as whole image rows."""
+    """One program per row of patches and channel, read as whole image rows."""
     view, channel, patch_row = tl.program_id(0) // height, tl.program_id(1), tl.program_id(0) % height
     line = tl.arange(0, BLOCK_H)
     for first in range(0, width * PATCH_W, BLOCK_W):
@@ -44,7 +42,8 @@ def _patches_kernel(
 @triton.jit
 def _tokens_kernel(
     patches_ptr, table_ptr, masks_ptr, stand_in_ptr, out_ptr, first_token, num_tokens,
-    LENGTH: tl.constexpr, PREFIX: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, HAS_MASKS: tl.constexpr,
+    LENGTH: tl.constexpr, PREFIX: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
 ):  # fmt: skip
     tokens, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     sequence, place = tokens // LENGTH, tokens % LENGTH
@@ -65,7 +64,8 @@ def _tokens_kernel(
 @triton.jit
 def _tokens_backward_kernel(
     grad_ptr, masks_ptr, grad_patches_ptr, partial_ptr, masked_partial_ptr, first_token, num_sequences,
-    LENGTH: tl.constexpr, PREFIX: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr, HAS_MASKS: tl.constexpr,
+    LENGTH: tl.constexpr, PREFIX: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SEQUENCES: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
 ):  # fmt: skip
     place, columns = tl.program_id(0), tl.arange(0, BLOCK_D)
     column_ok = columns < D
@@ -94,10 +94,10 @@ def _tokens_backward_kernel(
         tl.store(masked_partial_ptr + at, tl.sum(masked_total, axis=0), mask=column_ok)
 
 
-# [R, 3, H, W] -> [R * h * w, 3 * p * p]
 def cut_into_patches(views: Tensor, patch_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Patches row by row, each flattened as a convolution's weight is; pixels beyond the last whole patch are left out.
-    No gradient.
+    """Patches row by row, each flattened like a convolution's weight: [R, 3, H, W] -> [R * h * w, 3 * p * p].
+
+    Pixels beyond the last whole patch are left out. There is no gradient.
     """
     views = views.contiguous()
     num_views, _, image_height, image_width = views.shape
@@ -119,10 +119,9 @@ def pack_tokens(
     masks: Tensor | None = None,
     stand_in: Tensor | None = None,
 ) -> Tensor:  # each [R_i * n_i, D], [num_prefix + n_i, D]; [R_0, n_0] bool, [D] float32 -> [T, D]
-    """All sequences one below the other: row l of a sequence is table[l], plus patch l - num_prefix for the rows after
-    the prefix.
+    """Concatenate all sequences; row l of a sequence is table[l], plus patch l - num_prefix after the prefix.
 
-    A table holds what all sequences of one size share: class and register tokens, position embeddings, the bias of the
+    A table holds what sequences of one size share: class and register tokens, position embeddings, the bias of the
     patch embedding. Where `masks` is true, a patch of the first group is replaced by `stand_in`.
     """
     assert (masks is None) == (stand_in is None)
@@ -153,9 +152,9 @@ class _PackTokens(torch.autograd.Function):
         for number, ((patches, table), count, length) in enumerate(zip(groups, counts, lengths, strict=True)):
             has_masks = number == 0 and masks is not None
             _tokens_kernel[(triton.cdiv(count * length, 4),)](
-                patches, table, masks if has_masks else None, stand_in if has_masks else None, out, first_token, count * length,
-                LENGTH=length, PREFIX=num_prefix, D=dim, BLOCK_D=triton.next_power_of_2(dim), ROWS=4, HAS_MASKS=has_masks,
-                num_warps=4, enable_fp_fusion=True,
+                patches, table, masks if has_masks else None, stand_in if has_masks else None, out, first_token,
+                count * length, LENGTH=length, PREFIX=num_prefix, D=dim, BLOCK_D=triton.next_power_of_2(dim), ROWS=4,
+                HAS_MASKS=has_masks, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
             first_token += count * length
         ctx.save_for_backward(masks)
@@ -170,16 +169,15 @@ class _PackTokens(torch.autograd.Function):
         grad_patches, grad_tables, grad_stand_in = [], [], None
         for number, (count, length) in enumerate(zip(ctx.counts, ctx.lengths, strict=True)):
             has_masks = number == 0 and masks is not None
-            grad_of_patches = torch.empty(
-                count * (length - ctx.num_prefix), dim, dtype=ctx.patch_dtype, device=grad.device
-            )
+            num_patches = count * (length - ctx.num_prefix)
+            grad_of_patches = torch.empty(num_patches, dim, dtype=ctx.patch_dtype, device=grad.device)
             num_chunks = triton.cdiv(count, _SEQUENCES_PER_PROGRAM)
             partial = torch.empty(num_chunks, length, dim, device=grad.device)
             masked_partial = torch.empty_like(partial) if has_masks else None
             _tokens_backward_kernel[(length, num_chunks)](
                 grad, masks if has_masks else None, grad_of_patches, partial, masked_partial, first_token, count,
-                LENGTH=length, PREFIX=ctx.num_prefix, D=dim, BLOCK_D=triton.next_power_of_2(dim), SEQUENCES=_SEQUENCES_PER_PROGRAM,
-                HAS_MASKS=has_masks, num_warps=2, enable_fp_fusion=True,
+                LENGTH=length, PREFIX=ctx.num_prefix, D=dim, BLOCK_D=triton.next_power_of_2(dim),
+                SEQUENCES=_SEQUENCES_PER_PROGRAM, HAS_MASKS=has_masks, num_warps=2, enable_fp_fusion=True,
             )  # fmt: skip
             grad_patches.append(grad_of_patches)
             grad_tables.append(sum_over_rows(partial.flatten(1)).view(length, dim))

@@ -1,8 +1,7 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The end of a training step in two launches: clip, decay and AdamW for all weights at once, then the teacher's move.
+"""The end of a training step in two launches: clip, decay and AdamW for all weights, then the teacher's EMA.
 
-One kernel serves a list of tensors of any sizes. A table tells it where they are, a second one which part of which
-tensor each program works on; both reach the device in one copy. The slow truths are `clip_each_gradient` with
+One kernel serves a list of tensors of any sizes. A table holds their addresses, a second one the part of a tensor that
+each program updates; both reach the device in one copy. The references are `clip_each_gradient` with
 `torch.optim.AdamW`, and torch's list operations in `nn.ema`. All tensors are float32 and contiguous, on one device.
 """
 
@@ -17,28 +16,24 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 8192  # elements per program: 2,700 programs for 22 million weights
-# of them at once: four per thread; sixteen would take 206 registers, and one program would have a multiprocessor to
-# itself
-_BLOCK = 1024
+_BLOCK = 1024  # elements at once, four per thread; sixteen would take 206 registers, one program per multiprocessor
 _NUM_WARPS = 8
 
 # ---- the tables ------------------------------------------------------------------------------------------------------
 
-# Pinned memory by number of words, allocated by ordinary steps for recordings to come: while a CUDA graph is recorded
-# none may be.
+# Pinned memory by number of words. Ordinary steps allocate it ahead, because recording a CUDA graph must not.
 _spare: dict[int, list[Tensor]] = {}
 _NUM_SPARES = 4  # uses of one size within a recording, or recordings without an ordinary step between
-# What recorded graphs copy from at every replay: never written again, never freed.
-_recorded: list[Tensor] = []
+_recorded: list[Tensor] = []  # what recorded graphs copy from at every replay: never written again, never freed
 
 
 class _Tables(NamedTuple):
     """Views of one int64 tensor on the device."""
 
-    rows: Tensor  # [R, N]: the sizes of N tensors, then what the kernel asks for: addresses, flags
-    chunks: Tensor  # [P]: tensor number << 32 | part of it, for each program
-    numbers: Tensor  # float64: exact, where a number handed to a kernel would be rounded to float32
-    are_aligned: bool  # every address is a multiple of 16 bytes: four elements move at once
+    rows: Tensor  # [R, N]: the sizes of N tensors, then addresses and flags
+    chunks: Tensor  # [P]: tensor index << 32 | part of it, for each program
+    numbers: Tensor  # float64; a number passed to a kernel would be rounded to float32
+    are_aligned: bool  # every address is a multiple of 16 bytes, so four elements move at once
 
 
 @lru_cache(maxsize=16)
@@ -62,33 +57,28 @@ def _upload(
     if steps:
         rows += [[step.data_ptr() for step in steps], list(flags)]
     chunks = _chunks(sizes)
-    words = torch.cat(
-        [torch.tensor(rows).flatten(), chunks, torch.tensor(numbers, dtype=torch.float64).view(torch.int64)]
-    )
-    table, its_chunks, its_numbers = _to_device(words, tensors[0][0].device).split(
-        [len(rows) * len(sizes), len(chunks), len(numbers)]
-    )
+    numbers_as_int = torch.tensor(numbers, dtype=torch.float64).view(torch.int64)
+    words = _to_device(torch.cat([torch.tensor(rows).flatten(), chunks, numbers_as_int]), tensors[0][0].device)
+    table, its_chunks, its_numbers = words.split([len(rows) * len(sizes), len(chunks), len(numbers)])
     are_aligned = all(address % 16 == 0 for row in addresses for address in row)
     return _Tables(table.view(len(rows), len(sizes)), its_chunks, its_numbers.view(torch.float64), are_aligned)
 
 
 def _to_device(words: Tensor, device: torch.device) -> Tensor:
-    """A copy that the host does not wait for; one that is recorded repeats itself at every replay."""
+    """An asynchronous copy; a recorded one is repeated at every replay."""
     if device.type != "cuda":
         return words
     spare = _spare.setdefault(len(words), [])
     if torch.cuda.is_current_stream_capturing():
         if not spare:
-            raise RuntimeError(
-                "no pinned memory for a recorded update; run it once on tensors of these sizes before it is recorded"
-            )
+            raise RuntimeError("no pinned memory for a recorded update; run it once on these sizes before recording")
         pinned = spare.pop().copy_(words)
         _recorded.append(pinned)
     else:
         spare.extend(
             torch.empty(len(words), dtype=words.dtype, pin_memory=True) for _ in range(_NUM_SPARES - len(spare))
         )
-        pinned = words.pin_memory()  # a fresh one: the copy before this may still be waiting
+        pinned = words.pin_memory()  # new memory: the copy before this may still be pending
     return pinned.to(device, non_blocking=True)
 
 
@@ -130,7 +120,7 @@ def _clipped_adamw_kernel(
     chunk = tl.load(chunks_ptr + tl.program_id(0))
     tensor, first = chunk >> 32, (chunk & 0x7FFFFFFF) * CHUNK
     size = tl.load(rows_ptr + tensor)
-    # Few numbers, so in float64: 1 - beta2 taken in float32 would be off by 1e-5 of itself.
+    # float64: 1 - beta2 in float32 would have a relative error of 1e-5.
     beta1, beta2 = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
     step = tl.load(_address(rows_ptr, 5, num_tensors, tensor, False)).to(tl.float64)
     correction1 = (1.0 - tl.exp(step * tl.load(numbers_ptr + 2))).to(tl.float32)
@@ -143,7 +133,7 @@ def _clipped_adamw_kernel(
     factor = tl.full([], 1.0, tl.float32)
     if CLIPS:
         factor = tl.div_rn(tl.load(numbers_ptr + 5).to(tl.float32), tl.load(norms_ptr + tensor) + 1e-6)
-        factor = tl.where(factor > 1.0, 1.0, factor)  # not a minimum: a norm that is no number must stay one
+        factor = tl.where(factor > 1.0, 1.0, factor)  # not a minimum, so that NaN stays NaN
     parameter_ptr = _address(rows_ptr, 1, num_tensors, tensor, ALIGNED)
     gradient_ptr = _address(rows_ptr, 2, num_tensors, tensor, ALIGNED)
     average_ptr = _address(rows_ptr, 3, num_tensors, tensor, ALIGNED)
@@ -155,7 +145,7 @@ def _clipped_adamw_kernel(
         (1.0 - beta2).to(tl.float32),
     )
     step_size = tl.div_rn(rate.to(tl.float32), correction1)
-    if first + CHUNK <= size:  # without a mask, which would forbid moving four elements at once
+    if first + CHUNK <= size:  # no mask: four elements move at once
         for offset in range(0, CHUNK, BLOCK):
             _adamw_block(
                 parameter_ptr, gradient_ptr, average_ptr, square_ptr, first + offset + tl.arange(0, BLOCK), None,
@@ -185,9 +175,7 @@ def clipped_adamw_(
     epsilon: float,
     max_norm: float,
 ) -> None:
-    """AdamW (Loshchilov and Hutter, 2019) on gradients clipped tensor by tensor; the gradients themselves stay as they
-    are.
-    """
+    """AdamW (Loshchilov and Hutter, 2019) on gradients clipped tensor by tensor; the gradients are not changed."""
     device = parameters[0].device
     rate, decay = (0.0 if _is_on(device, value) else float(value) for value in (learning_rate, weight_decay))
     logarithms = [math.log(beta) if beta > 0.0 else -math.inf for beta in betas]
@@ -203,7 +191,8 @@ def clipped_adamw_(
         tables.rows, tables.chunks, tables.numbers,
         learning_rate if _is_on(device, learning_rate) else tables.numbers[6:],
         weight_decay if _is_on(device, weight_decay) else tables.numbers[7:],
-        norms, len(parameters), CHUNK=_CHUNK, BLOCK=_BLOCK, CLIPS=max_norm > 0.0, ALIGNED=tables.are_aligned, num_warps=_NUM_WARPS,
+        norms, len(parameters), CHUNK=_CHUNK, BLOCK=_BLOCK, CLIPS=max_norm > 0.0, ALIGNED=tables.are_aligned,
+        num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
