@@ -1,4 +1,4 @@
-"""Which images a step sees: a pure function of the seed and the step."""
+"""Which images a step uses: a pure function of the seed and the step."""
 
 from functools import lru_cache, partial
 from threading import Lock
@@ -10,21 +10,17 @@ from massl.data.sources.base import DataError
 
 
 class EpochOrder:
-    """A new shuffle each epoch, cut into full batches: no image comes twice in an epoch, and the incomplete last batch
-    is dropped.
-    """
+    """A new shuffle each epoch, cut into batches; the incomplete last batch is dropped."""
 
     def __init__(self, num_images: int, batch_size: int, seed: int) -> None:
         if not 0 < batch_size <= num_images:
-            raise DataError(
-                f"{num_images} images make no batch of {batch_size}; lower --trainer.batch_size or add images"
-            )
+            advice = "lower --trainer.batch_size or add images"
+            raise DataError(f"{num_images} images make no batch of {batch_size}; {advice}")
         self.num_images = num_images
         self.batch_size = batch_size
         self.seed = seed
         self.steps_per_epoch = num_images // batch_size
-        # One epoch is kept: shuffling 1.3 million images takes 0.1 s, too long for each step. The lock: one thread
-        # shuffles, others wait.
+        # one epoch is cached: shuffling 1.3 million images takes 0.1 s; with the lock, one thread shuffles for all
         self._shuffle = lru_cache(maxsize=1)(partial(keyed_random.permutation, num_images, seed, "order"))
         self._lock = Lock()
 

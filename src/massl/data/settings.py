@@ -13,30 +13,20 @@ class DataSettings(Settings):
     source: str = Field(
         "", description="Folder, .npz archive or URI: demo:train, folder:PATH?labels=none, torchvision:CIFAR10?root=DIR"
     )
-    max_side: int = Field(
-        1024, gt=0, description="Images whose longer side exceeds this many pixels are reduced to it while decoding"
-    )
-    num_workers: int = Field(
-        4, ge=0, description="Threads or processes that read and decode images; 0 decodes in the training thread"
-    )
+    max_side: int = Field(1024, gt=0, description="Images with a longer side are reduced to this many pixels")
+    num_workers: int = Field(4, ge=0, description="Threads or processes that decode images; 0: the training thread")
     worker_kind: Literal["threads", "processes"] = Field(
-        "threads",
-        description="What the workers are; processes: for photographs on many cores; each starts in a few seconds",
+        "threads", description="Processes are faster for photographs on more than 8 cores; they start in a few seconds"
     )
     decoder: Literal["cpu", "gpu"] = Field(
-        "cpu",
-        description="What decodes plain JPEGs; gpu: nvJPEG, whose pixels differ from the CPU's by about a grey level, more at colour edges",
+        "cpu", description="Decoder of plain JPEGs; gpu: nvJPEG, whose pixels differ by about one grey level"
     )
     cache_gib: float = Field(
-        0.0,
-        ge=0.0,
-        description="Keep decoded images in memory, up to this many GiB in each process (one process per GPU); 0: none",
+        0.0, ge=0.0, description="GiB of decoded images to keep in memory, per process (one process per GPU); 0: none"
     )
 
     @model_validator(mode="after")
     def _gpu_decoder_needs_threads(self) -> "DataSettings":
         if self.worker_kind == "processes" and self.decoder == "gpu":
-            raise ValueError(
-                "worker_kind processes and decoder gpu do not go together; choose one (threads serve the GPU decoder, they only read files)"
-            )
+            raise ValueError("worker_kind processes cannot be combined with decoder gpu; choose worker_kind threads")
         return self

@@ -1,9 +1,9 @@
-"""Multi-crop views: random crops of each image, coloured, blurred and normalised on the device that holds the pixels.
+"""Multi-crop augmentation: random crops, colour jitter, blur and normalisation on the device that holds the pixels.
 
-What happens to a view is a function of (seed, epoch, image, view), so it does not depend on worker, batch size or
-position in the batch.
+A view is a function of (seed, epoch, image, view): it does not depend on the worker, batch size or batch position.
 """
 
+import math
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -15,72 +15,50 @@ from massl.config import Settings
 from massl.keyed_random import bits
 from massl.ops import image_ops
 
-_NUM_TRIES = 10  # of a random crop before the centre of the image is taken, as in torchvision
+_NUM_TRIES = 10  # random crops before falling back to the centre, as in torchvision
 
 
 class ViewSettings(Settings):
-    """The views of one image; the defaults are the recipe of MaSSL (2 x 224 + 10 x 96, colour and blur as in BYOL and
-    DINO).
-    """
+    """The views of one image; defaults as in MaSSL (2 x 224 + 10 x 96, colour and blur as in BYOL and DINO)."""
 
     num_global: int = Field(2, ge=1, description="large crops per image")
     num_local: int = Field(10, ge=0, description="small crops per image")
     global_size: int = Field(224, ge=1, description="side of a global view in pixels")
     local_size: int = Field(96, ge=1, description="side of a local view in pixels")
-    global_scale: tuple[float, float] = Field(
-        (0.32, 1.0), description="smallest and largest part of the image's area in a global view"
-    )
-    local_scale: tuple[float, float] = Field(
-        (0.05, 0.32), description="smallest and largest part of the image's area in a local view"
-    )
-    aspect_ratio: tuple[float, float] = Field(
-        (3 / 4, 4 / 3), description="smallest and largest width / height of a crop"
-    )
-    flip_probability: float = Field(0.5, ge=0, le=1, description="how often a view is mirrored")
-    jitter_probability: float = Field(0.8, ge=0, le=1, description="how often colours are jittered")
+    global_scale: tuple[float, float] = Field((0.32, 1.0), description="range of a global crop's share of the area")
+    local_scale: tuple[float, float] = Field((0.05, 0.32), description="range of a local crop's share of the area")
+    aspect_ratio: tuple[float, float] = Field((3 / 4, 4 / 3), description="range of a crop's width / height")
+    flip_probability: float = Field(0.5, ge=0, le=1, description="probability of a horizontal flip")
+    jitter_probability: float = Field(0.8, ge=0, le=1, description="probability of colour jitter")
     brightness: float = Field(0.4, ge=0, description="jitter: factor drawn from 1 - x to 1 + x")
     contrast: float = Field(0.4, ge=0, description="jitter: factor drawn from 1 - x to 1 + x")
     saturation: float = Field(0.2, ge=0, description="jitter: factor drawn from 1 - x to 1 + x")
-    hue: float = Field(0.1, ge=0, le=0.5, description="jitter: turn of the colour wheel drawn from -x to x")
-    grey_probability: float = Field(0.2, ge=0, le=1, description="how often a view loses its colour")
+    hue: float = Field(0.1, ge=0, le=0.5, description="jitter: shift of the hue drawn from -x to x, in turns")
+    grey_probability: float = Field(0.2, ge=0, le=1, description="probability of conversion to grey")
     global_jitter_probability: float | None = Field(
         None, ge=0, le=1, description="jitter of global views; default: jitter_probability"
     )
     global_grey_probability: float | None = Field(
         None, ge=0, le=1, description="grey global views; default: grey_probability"
     )
-    first_global_blur_probability: float = Field(
-        1.0, ge=0, le=1, description="how often the first global view is blurred"
-    )
-    second_global_blur_probability: float = Field(
-        0.1, ge=0, le=1, description="how often each further global view is blurred"
-    )
-    local_blur_probability: float = Field(0.5, ge=0, le=1, description="how often a local view is blurred")
-    blur_sigma: tuple[float, float] = Field((0.1, 2.0), description="smallest and largest sigma of the blur in pixels")
-    solarise_probability: float = Field(
-        0.2, ge=0, le=1, description="how often each global view but the first is solarised"
-    )
-    mean: tuple[float, float, float] = Field(
-        (0.485, 0.456, 0.406), description="subtracted from red, green and blue in [0, 1]"
-    )
-    std: tuple[float, float, float] = Field(
-        (0.229, 0.224, 0.225), description="what red, green and blue are then divided by"
-    )
+    first_global_blur_probability: float = Field(1.0, ge=0, le=1, description="blur of the first global view")
+    second_global_blur_probability: float = Field(0.1, ge=0, le=1, description="blur of each further global view")
+    local_blur_probability: float = Field(0.5, ge=0, le=1, description="blur of a local view")
+    blur_sigma: tuple[float, float] = Field((0.1, 2.0), description="range of the blur's sigma in pixels")
+    solarise_probability: float = Field(0.2, ge=0, le=1, description="solarisation of global views but the first")
+    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="subtracted from RGB values in [0, 1]")
+    std: tuple[float, float, float] = Field((0.229, 0.224, 0.225), description="RGB values are then divided by it")
 
     @model_validator(mode="after")
     def _ranges_are_ordered(self) -> Self:
-        for name, largest_allowed in (
-            ("global_scale", 1.0),
-            ("local_scale", 1.0),
-            ("aspect_ratio", None),
-            ("blur_sigma", None),
-        ):
+        largest_allowed = {"global_scale": 1.0, "local_scale": 1.0, "aspect_ratio": math.inf, "blur_sigma": math.inf}
+        for name, largest in largest_allowed.items():
             low, high = getattr(self, name)
-            if not 0 < low <= high or (largest_allowed is not None and high > largest_allowed):
-                bound = "" if largest_allowed is None else f" <= {largest_allowed:g}"
+            if not 0 < low <= high <= largest:
+                bound = "" if largest == math.inf else f" <= {largest:g}"
                 raise ValueError(f"{name} is [{low}, {high}]; it needs 0 < smallest <= largest{bound}")
         if min(self.std) <= 0:
-            raise ValueError(f"std is {list(self.std)}; images are divided by it, so all three must be positive")
+            raise ValueError(f"std is {list(self.std)}; all three must be positive")
         return self
 
     @property
@@ -90,7 +68,7 @@ class ViewSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ViewBatch:
-    """All views of a batch, normalised, and the numbers of its images."""
+    """All normalised views of a batch, with the indices of its images."""
 
     global_views: Tensor  # [G, B, 3, H, W]
     local_views: Tensor | None  # [L, B, 3, h, w]
@@ -102,16 +80,16 @@ class ViewBatch:
         return sum(group.shape[0] for group in self.groups())
 
     def groups(self) -> list[Tensor]:
-        """Views of one size together, global ones first."""
+        """Views grouped by size, global ones first."""
         return [self.global_views] if self.local_views is None else [self.global_views, self.local_views]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ViewParameters:
-    """What was drawn for each view of each image, global views first; all on the CPU."""
+    """The random parameters of each view of each image, global views first; all on the CPU."""
 
     boxes: Tensor  # [V, B, 4] int64: top, left, height, width
-    flipped: Tensor  # [V, B] bool, as the other choices
+    flipped: Tensor  # [V, B] bool, as are the other choices
     jittered: Tensor
     jitter_factors: Tensor  # [V, B, 4] float32, columns as in image_ops.JITTER_OPERATIONS
     jitter_order: Tensor  # [V, B, 4] int64: which operation comes first, second ...
@@ -125,7 +103,7 @@ class ViewParameters:
 
 
 def draw_parameters(settings: ViewSettings, sizes: Tensor, indices: Tensor, *, seed: int, epoch: int) -> ViewParameters:
-    """Draw for images of `sizes` [B, 2] (height, width) and dataset numbers `indices` [B], both int64 on the CPU."""
+    """Draw for images of `sizes` [B, 2] (height, width) and dataset indices [B], both int64 on the CPU."""
     jitter_and_grey = [settings.jitter_probability, settings.grey_probability]
     in_global = [settings.global_jitter_probability, settings.global_grey_probability]
     colours = [own if own is not None else common for own, common in zip(in_global, jitter_and_grey, strict=True)]
@@ -162,9 +140,7 @@ def draw_parameters(settings: ViewSettings, sizes: Tensor, indices: Tensor, *, s
 
 # [B, 2], [2 * tries + 2, V, B] -> [V, B, 4]
 def _crop_boxes(settings: ViewSettings, sizes: Tensor, draws: Tensor) -> Tensor:
-    """Random resized crops by torchvision's rule: the first try that fits the image, else its largest centre of allowed
-    ratio.
-    """
+    """Random resized crops as in torchvision: the first try that fits, else the largest central crop."""
     image_height, image_width = sizes.double().unbind(1)
     scales = [settings.global_scale] * settings.num_global + [settings.local_scale] * settings.num_local
     low_scale, high_scale = torch.tensor(scales, dtype=torch.float64).T[:, :, None]  # each [V, 1]
@@ -194,18 +170,15 @@ def make_views(
     epoch: int,
     dtype: torch.dtype = torch.float32,
 ) -> ViewBatch:
-    """All views of a batch, on the device of its pixels and in `dtype` (rounded once, at the end); `indices` [B] stay
-    on the CPU.
-    """
+    """All views of a batch, on the device of its pixels, rounded to `dtype` at the end; `indices` [B] on the CPU."""
     parameters = draw_parameters(settings, images.sizes, indices, seed=seed, epoch=epoch)
     groups = [(settings.global_size, parameters.of_views(slice(settings.num_global)))]
     if settings.num_local:
         groups.append((settings.local_size, parameters.of_views(slice(settings.num_global, None))))
     render = _render_by_kernels if images.pixels.is_cuda else _render
     global_views, *local_views = render(images, groups, settings, dtype)
-    return ViewBatch(
-        global_views=global_views, local_views=local_views[0] if local_views else None, image_indices=indices
-    )
+    local = local_views[0] if local_views else None
+    return ViewBatch(global_views=global_views, local_views=local, image_indices=indices)
 
 
 _Groups = list[tuple[int, ViewParameters]]  # views of one size each
@@ -214,7 +187,7 @@ _Groups = list[tuple[int, ViewParameters]]  # views of one size each
 def _render(
     images: image_ops.RaggedImages, groups: _Groups, settings: ViewSettings, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The slow truth: [V, B, 3, size, size] for each group."""
+    """The plain reference: [V, B, 3, size, size] for each group."""
     finished = []
     for size, parameters in groups:
         views = image_ops.crop_resize(images, parameters.boxes, size=size, flip=parameters.flipped)
@@ -222,9 +195,8 @@ def _render(
         factors, order = parameters.jitter_factors.view(-1, 4), parameters.jitter_order.view(-1, 4)
         image_ops.update_rows(flat, parameters.jittered.view(-1), image_ops.colour_jitter, factors, order)
         image_ops.update_rows(flat, parameters.greyed.view(-1), image_ops.grey)
-        image_ops.update_rows(
-            flat, parameters.blurred.view(-1), image_ops.gaussian_blur, parameters.blur_sigmas.view(-1)
-        )
+        sigmas = parameters.blur_sigmas.view(-1)
+        image_ops.update_rows(flat, parameters.blurred.view(-1), image_ops.gaussian_blur, sigmas)
         image_ops.update_rows(flat, parameters.solarised.view(-1), image_ops.solarise)
         finished.append(image_ops.normalise(views, settings.mean, settings.std).to(dtype))
     return finished
@@ -233,17 +205,13 @@ def _render(
 def _render_by_kernels(
     images: image_ops.RaggedImages, groups: _Groups, settings: ViewSettings, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The same on a GPU: one copy to the device and three launches for each group, where `_render` needs some 2,000."""
+    """`_render` on a GPU: one copy to the device and three launches per group instead of about 2,000."""
     from massl.ops.kernels import photometric, resample  # imported here: needs Triton, which only GPU builds have
 
     blur_by_kernel = photometric.can_blur(settings.blur_sigma[1])
     tables = []
     for size, drawn in groups:
-        sigmas = (
-            torch.where(drawn.blurred, drawn.blur_sigmas, 0.0)
-            if blur_by_kernel
-            else torch.zeros_like(drawn.blur_sigmas)
-        )
+        sigmas = torch.where(drawn.blurred & blur_by_kernel, drawn.blur_sigmas, 0.0)
         parameters = resample.pack_photometric(
             drawn.jitter_factors.view(-1, 4),
             drawn.jitter_order.view(-1, 4),
@@ -253,11 +221,8 @@ def _render_by_kernels(
             sigmas=sigmas.view(-1),
         )
         sources = torch.arange(len(images)).repeat(len(drawn.boxes))
-        tables.append(
-            resample.pack_jobs(
-                images, sources, *image_ops.crop_axes(drawn.boxes, size=size, flip=drawn.flipped), parameters
-            )
-        )
+        axes = image_ops.crop_axes(drawn.boxes, size=size, flip=drawn.flipped)
+        tables.append(resample.pack_jobs(images, sources, *axes, parameters))
     jobs = image_ops.to_device(torch.cat(tables), images.pixels.device)
     finished = []
     for (size, drawn), group_jobs in zip(groups, torch.split(jobs, [len(table) for table in tables]), strict=True):

@@ -17,5 +17,5 @@ def test_impossible_values_are_refused_by_name(key: str, value: object) -> None:
 
 
 def test_processes_and_the_gpu_decoder_exclude_each_other() -> None:
-    with pytest.raises(RecipeError, match=r"choose one \(threads serve the GPU decoder, they only read files\)"):
+    with pytest.raises(RecipeError, match=r"worker_kind processes.*decoder gpu"):
         validate(DataSettings, {"worker_kind": "processes", "decoder": "gpu"}, origin="test")
