@@ -1,4 +1,4 @@
-"""Run folders and ablations as one HTML page that needs nothing but a browser."""
+"""`massl report`: gathers runs, results and pictures and writes the page."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,7 @@ from massl.reports.run_reader import read_run
 from massl.reports.runs import Run, distinct_labels
 from massl.reports.tables import transfer_averages
 
-_LARGE_MIB = 10  # more is slow on a telephone and too much for many mail boxes
-
+_LARGE_MIB = 10  # more is slow on a phone and too much for many mail boxes
 
 DESCRIPTION = """Put runs, their results and pictures on one HTML page that needs nothing but a browser.
 
@@ -44,28 +43,23 @@ class ReportSettings(Settings):
     runs: tyro.conf.Positional[tuple[str, ...]] = Field(
         description="folders of runs (massl pretrain), finished or under way, and of ablations (massl ablate)"
     )
-    output: str = Field(description="the HTML file; a page that is there is replaced, any other file refused")
+    output: str = Field(description="the HTML file; an existing page is replaced, any other file refused")
     results: tuple[str, ...] = Field(
-        (), description="folders of massl evaluate; besides those below the runs' own folders"
+        (), description="folders of massl evaluate, besides those inside the runs' folders"
     )
     figures: bool = Field(True, description="draw attention maps, matches, neighbours and a map of the features")
     data_set: str | None = Field(
-        None,
-        description="what the runs were trained on, for public tables, where data.source does not say it: CIFAR-10",
+        None, description="what the runs were trained on, for public tables, if data.source does not tell: CIFAR-10"
     )
-    data: str | None = Field(
-        None, description="images for the figures; default: those of each run's probe, or of its training"
-    )
-    device: Device = Field("auto", description="where the figures are computed")
+    data: str | None = Field(None, description="images for the figures; default: those of each run's probe or training")
+    device: Device = Field("auto", description="where to compute the figures")
 
     @model_validator(mode="after")
     def _options_of_figures_need_figures(self) -> Self:
         given = {"--data": self.data is not None, "--device": self.device != "auto"}
         if not self.figures and any(given.values()):
             options = " and ".join(option for option, is_given in given.items() if is_given)
-            raise ValueError(
-                f"{options} would not be used: without figures no images are looked at; leave out {options} or --no-figures"
-            )
+            raise ValueError(f"{options} would have no effect without figures; leave out {options} or --no-figures")
         return self
 
 
@@ -86,18 +80,17 @@ def report(
     data: str | Path | None = None,
     device: Device = "auto",
 ) -> Report:
-    """Write the page of some folders: runs of `massl pretrain`, those of a `massl compare`, and ablations of `massl
-    ablate`.
-    """
-    plain: dict[str, Any] = {
+    """Write a page about the folders of `massl pretrain`, `massl compare` and `massl ablate`."""
+    values = {
+        "runs": [str(folder) for folder in runs],
         "output": str(output),
         "results": [str(folder) for folder in results],
+        "data_set": data_set,
         "figures": figures,
+        "data": None if data is None else str(data),
         "device": device,
     }
-    plain |= {} if data is None else {"data": str(data)}
-    plain |= {} if data_set is None else {"data_set": data_set}
-    return run_report(validate(ReportSettings, plain, origin="report"))
+    return run_report(validate(ReportSettings, values, origin="report"))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -106,7 +99,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_report(settings: ReportSettings) -> Report:
-    """`massl report`: read everything first, so that what is wrong is told before the figures are drawn."""
+    """`report` with all settings in one object. Reads everything before it draws figures, so that errors come early."""
     console = message_console()
     file = Path(settings.output).expanduser()
     require_page_file(file)
@@ -128,11 +121,9 @@ def run_report(settings: ReportSettings) -> Report:
 
 
 def _read(folders: Sequence[str]) -> tuple[list[Run], list[Path]]:
-    """Runs, labelled apart, and the files of ablations."""
+    """Runs with distinct labels, and the files of ablations."""
     if not folders:
-        raise MasslError(
-            "which runs? Name folders of massl pretrain or massl ablate, e.g. massl report runs/a --output report.html"
-        )
+        raise MasslError("runs are missing: name folders of massl pretrain, massl compare or massl ablate")
     paths = [path for folder in folders for path in runs_of_comparison(Path(folder).expanduser())]
     ablations = {path: ablation_files(path) for path in paths if path.is_dir() and not (path / "recipe.yaml").exists()}
     of_runs = [path for path in paths if not ablations.get(path)]
@@ -166,7 +157,7 @@ def _sections(runs: Sequence[Run], ablations: Sequence[Path], settings: ReportSe
 
 
 def _results(runs: Sequence[Run], folders: Sequence[str]) -> tuple[list[ResultRow], list[str]]:
-    """All rows of evaluations, the newest of their kind, and which files could not be read."""
+    """The newest row of every measurement, and remarks on files that could not be read."""
     files = [
         file for run in runs for file in (run.folder / RESULTS_FILE, *sorted(run.folder.glob(f"*/{RESULTS_FILE}")))
     ]
@@ -174,7 +165,7 @@ def _results(runs: Sequence[Run], folders: Sequence[str]) -> tuple[list[ResultRo
         named = Path(folder).expanduser()
         file = named / RESULTS_FILE if named.is_dir() else named
         if not file.is_file():
-            raise MasslError(f"--results {folder}: there is no {RESULTS_FILE}; name the --output of a massl evaluate")
+            raise MasslError(f"--results {folder}: no {RESULTS_FILE} there; name the --output of a massl evaluate")
         files.append(file)
     rows: list[ResultRow] = []
     remarks = []
@@ -187,38 +178,33 @@ def _results(runs: Sequence[Run], folders: Sequence[str]) -> tuple[list[ResultRo
 
 
 def packaged_recipes(runs: Sequence[Run]) -> dict[str, PackagedRecipe]:
-    """Label of a run -> the packaged recipe its command names, or else the one of its method it is nearest to."""
+    """Label of a run -> the packaged recipe that its command names, or else the most similar one."""
     found = {}
     for run in runs:
-        named = _recipe_named(run.environment)
-        shipped = {name: _settings_of(name, run.method) for name in (shipped_recipes() if named is None else [named])}
-        own = _own_settings(run)
-        changes = {name: changes_between(values, own) for name, values in shipped.items() if values}
+        named = _named_recipe(run.environment)
+        own = _flat_recipe(run.folder / "recipe.yaml") or run.settings
+        packaged = {
+            name: _flat_recipe(name, {"method.name": run.method})
+            for name in (shipped_recipes() if named is None else [named])
+        }
+        changes = {name: changes_between(values, own) for name, values in packaged.items() if values}
         if changes:
             nearest = min(changes, key=lambda name: len(changes[name]))
             found[run.label] = PackagedRecipe(name=nearest, is_named=named is not None, changes=changes[nearest])
     return found
 
 
-def _own_settings(run: Run) -> Mapping[str, Any]:
-    """The run's recipe, with the defaults of settings that did not exist when it was trained."""
+def _flat_recipe(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Dotted key -> value, with today's defaults; empty if this version cannot read it or has no such method."""
     try:
-        return flatten(load_recipe(run.folder / "recipe.yaml"))
-    except MasslError:  # of a version whose settings had other names
-        return run.settings
+        return flatten(load_recipe(recipe, overrides))
+    except MasslError:
+        return {}
 
 
-def _recipe_named(environment: Mapping[str, Any]) -> str | None:
+def _named_recipe(environment: Mapping[str, Any]) -> str | None:
     """The packaged recipe after --recipe in the command that started a run."""
     command = environment.get("command")
     words = [word for given in (command if isinstance(command, list) else []) for word in str(given).split("=", 1)]
     names = [name for option, name in itertools.pairwise(words) if option == "--recipe"]
     return names[-1] if names and names[-1] in shipped_recipes() else None
-
-
-def _settings_of(recipe: str, method: str) -> dict[str, Any]:
-    """Its values for a method, flat; none where massl does not know the method (any more)."""
-    try:
-        return flatten(load_recipe(recipe, {"method.name": method}))
-    except MasslError:
-        return {}

@@ -1,10 +1,8 @@
-"""The file of a report, and the run folders of a comparison that may be named for it."""
+"""The file that a report is written to, and the run folders of a comparison."""
 
 import json
 import os
-import stat
 from pathlib import Path
-from typing import Any
 
 from massl.commands.console import require_writable
 from massl.config import MasslError
@@ -14,39 +12,24 @@ _PAGE_BEGINS = b"<!doctype html"
 
 
 def require_page_file(file: Path) -> None:
-    """Refuse what cannot be written, or is there and no page, before the work is done."""
-    if _is_folder(file):
-        raise MasslError(f"{file} is a folder; name a file with --output, e.g. {file / 'report.html'}")
-    require_writable(file.absolute().parent)
+    """Raise before the work starts if the page cannot be written, or would replace something that is no page."""
     try:
-        begins = _beginning(file)
+        if file.is_dir():
+            raise MasslError(f"{file} is a folder; name a file with --output, e.g. {file / 'report.html'}")
+        require_writable(file.absolute().parent)
+        if file.exists() and not file.is_file():
+            raise MasslError(f"{file} is not a regular file; choose another --output")
+        if file.exists() and not _begins_like_a_page(file):
+            raise MasslError(f"{file} exists and is no HTML page; choose another --output, or remove it first")
         (probe := file.with_name(f".massl-report-{os.getpid()}")).touch()  # only a try tells whether it can be written
         probe.unlink()
     except OSError as error:
         raise _cannot_write(file, error) from None
-    if begins not in (b"", _PAGE_BEGINS):
-        raise MasslError(
-            f"{file} is there and no HTML page, so it is not replaced; name another file with --output, or remove it first"
-        )
 
 
-def _is_folder(file: Path) -> bool:
-    try:
-        return file.is_dir()
-    except OSError as error:  # such as a name that is too long
-        raise _cannot_write(file, error) from None
-
-
-def _beginning(file: Path) -> bytes:
-    """Of a file that is there, in lower case; empty where there is none."""
-    try:
-        mode = file.stat().st_mode
-    except FileNotFoundError:
-        return b""
-    if not stat.S_ISREG(mode):
-        raise MasslError(f"{file} is no plain file; name another with --output")
+def _begins_like_a_page(file: Path) -> bool:
     with file.open("rb") as opened:
-        return opened.read(len(_PAGE_BEGINS)).lower()
+        return opened.read(len(_PAGE_BEGINS)).lower() in (b"", _PAGE_BEGINS)
 
 
 def write_page(file: Path, page: bytes) -> None:
@@ -57,7 +40,7 @@ def write_page(file: Path, page: bytes) -> None:
 
 
 def _cannot_write(file: Path, error: OSError) -> MasslError:
-    return MasslError(f"cannot write {file} ({error.strerror}); name another place with --output")
+    return MasslError(f"cannot write {file} ({error.strerror}); choose another --output")
 
 
 def runs_of_comparison(folder: Path) -> list[Path]:
@@ -67,16 +50,10 @@ def runs_of_comparison(folder: Path) -> list[Path]:
         return [folder]
     try:
         plain = json.loads(file.read_text(encoding="utf-8"))
-        names = [_name(run) for run in plain["runs"]] + [str(name) for name in plain["failed"]]
+        names = [Path(run["folder"]).name for run in plain["runs"]] + [str(name) for name in plain["failed"]]
     except (ValueError, TypeError, KeyError):
         raise MasslError(f"{file} is not what massl compare writes; name the run folders themselves") from None
     runs = [folder / name for name in dict.fromkeys(names) if (folder / name / "recipe.yaml").is_file()]
     if not runs:
-        raise MasslError(
-            f"{folder} holds a comparison but none of its runs; name the run folders themselves: {', '.join(names)}"
-        )
+        raise MasslError(f"{folder}: the runs of this comparison are gone; name their folders: {', '.join(names)}")
     return runs
-
-
-def _name(run: dict[str, Any]) -> str:
-    return Path(run["folder"]).name
