@@ -17,7 +17,7 @@ __all__ = ["DataError", "EncodedImage", "ImageSource", "open_source"]
 
 class Opener(Protocol):
     def __call__(self, location: str, *, name: str) -> ImageSource:
-        """Open what follows the scheme; `name` is the whole URI."""
+        """`location` is the part after the scheme, `name` the whole URI."""
         ...
 
 
@@ -41,17 +41,14 @@ def open_source(uri: str | Path) -> ImageSource:
     opener = OPENERS.get(scheme[1])
     if opener is None:
         schemes = ", ".join(f"{known}:" for known in OPENERS)
-        raise DataError(
-            f"{uri}: unknown scheme {scheme[1]!r}.{closest(scheme[1], OPENERS)} Use {schemes} or a path (./{uri} if it is one)"
-        )
+        problem = f"{uri}: unknown scheme {scheme[1]!r}.{closest(scheme[1], OPENERS)}"
+        raise DataError(f"{problem} Use {schemes} or a path (./{uri} if it is one)")
     return opener(str(uri)[scheme.end() :], name=str(uri))
 
 
 def _open_path(path: str | Path) -> ImageSource:
     name = str(path)
     if not name:
-        raise DataError(
-            "no images given; set --data.source to a folder, a .npz archive, demo:train or torchvision:NAME"
-        )
+        raise DataError("no images; set --data.source to a folder, a .npz archive, demo:train or torchvision:NAME")
     expanded = Path(path).expanduser()
     return open_npz(expanded, name=name) if expanded.suffix == ".npz" else FolderSource(expanded, name=name)

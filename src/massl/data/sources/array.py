@@ -1,4 +1,4 @@
-"""Images of one size held in memory as an array, read from a .npz archive."""
+"""Images of one size in an in-memory array, read from a .npz archive."""
 
 import hashlib
 import zipfile
@@ -16,7 +16,7 @@ _HASHED_AT_ONCE = 1024  # images
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ArraySource:
-    """Images as rows of one array; a negative label says that the image has none."""
+    """Images as rows of one array; a negative label means unlabelled."""
 
     name: str
     pixels: Pixels  # [N, H, W] or [N, H, W, 3]
@@ -45,9 +45,9 @@ class ArraySource:
 
 
 def digest_of_arrays(pixels: Pixels, labels: NDArray[np.integer] | None) -> str:
-    """Digest of all values and shapes. 1 GiB takes one to three seconds."""
+    """Digest of all values and shapes; 1 GiB takes one to three seconds."""
     digest = hashlib.sha256(f"{pixels.shape}".encode())
-    # in parts: an array that lies in another order is copied for it
+    # in parts: a non-contiguous array is copied
     for start in range(0, len(pixels), _HASHED_AT_ONCE):
         digest.update(np.ascontiguousarray(pixels[start : start + _HASHED_AT_ONCE]).data)
     digest.update(b"" if labels is None else labels.astype(np.int64).data)
@@ -55,13 +55,13 @@ def digest_of_arrays(pixels: Pixels, labels: NDArray[np.integer] | None) -> str:
 
 
 def open_npz(path: Path, *, name: str) -> ArraySource:
-    """An archive with `images` and, where they are known, integer `labels`."""
+    """An archive with `images` and optional integer `labels`."""
     try:
-        # TypeError: a single array is no archive
+        # raises TypeError for a single array
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {key: archive[key] for key in ("images", "labels") if key in archive.files}
     except FileNotFoundError:
-        raise DataError(f"{path} is not there; expected a .npz archive with 'images'") from None
+        raise DataError(f"{path} does not exist; expected a .npz archive with 'images'") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, TypeError) as error:
         raise DataError(
             f"{path} is not a .npz archive of plain arrays ({error}); write it with numpy.savez(path, images=...)"
@@ -69,18 +69,13 @@ def open_npz(path: Path, *, name: str) -> ArraySource:
     images, labels = arrays.get("images"), arrays.get("labels")
     if images is None:
         raise DataError(f"{path} has no array 'images'; write it with numpy.savez(path, images=..., labels=...)")
-    if (
-        images.dtype != np.uint8
-        or not (images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3))
-        or images.size == 0
-    ):
-        raise DataError(
-            f"{path}: 'images' is {images.dtype} {list(images.shape)}; expected uint8 [N, H, W] or [N, H, W, 3] with N > 0"
-        )
+    has_image_shape = images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)
+    if images.dtype != np.uint8 or not has_image_shape or images.size == 0:
+        found = f"{images.dtype} {list(images.shape)}"
+        raise DataError(f"{path}: 'images' is {found}; expected uint8 [N, H, W] or [N, H, W, 3] with N > 0")
     if labels is not None and (labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer)):
-        raise DataError(
-            f"{path}: 'labels' is {labels.dtype} {list(labels.shape)}; expected one integer for each of {len(images)} images"
-        )
+        found = f"{labels.dtype} {list(labels.shape)}"
+        raise DataError(f"{path}: 'labels' is {found}; expected one integer for each of {len(images)} images")
     num_classes = 0 if labels is None else int(labels.max()) + 1
     class_names = tuple(str(label) for label in range(num_classes)) if num_classes > 0 else None
     images.setflags(write=False)

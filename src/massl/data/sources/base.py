@@ -1,4 +1,4 @@
-"""What every image source offers, and how the URI that names one is taken apart."""
+"""The interface of image sources, and the parsing of their URIs."""
 
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast, get_args
@@ -9,26 +9,26 @@ from numpy.typing import NDArray
 from massl.config import MasslError
 
 Pixels = NDArray[np.uint8]
-# Of image files. exif: turned as the camera was held; stored: as Pillow loads them, which published evaluations use.
+# of image files: turned upright by EXIF, or as stored, which published evaluations use
 Orientation = Literal["exif", "stored"]
 
 
 class DataError(MasslError, ValueError):
-    """The images cannot be used as asked; the message says what to change."""
+    """The images cannot be used; the message says what to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedImage:
-    """One image as it is stored, with what is known about it."""
+    """One image as stored, with its label and key."""
 
     data: bytes | Pixels  # the bytes of a file, or raw pixels [H, W] or [H, W, 3]
     label: int | None
-    key: str  # names the image to a person: a path relative to the root, "train/123"
+    key: str  # a readable name: a path relative to the root, "train/123"
     turn_upright: bool = True  # by the EXIF orientation of the file
 
 
 class ImageSource(Protocol):
-    """Numbered images of one storage. All methods may be called from several threads at once."""
+    """Indexed images of one storage; thread-safe."""
 
     @property
     def name(self) -> str:
@@ -37,20 +37,18 @@ class ImageSource(Protocol):
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Label -> name; None when the images carry no labels."""
+        """Label -> name; None if the images have no labels."""
         ...
 
     @property
     def pixels(self) -> Pixels | None:
-        """All images as one array [N, H, W] or [N, H, W, 3] where the source holds them so: whole batches are then cut
-        out of it.
-        """
+        """All images as one array [N, H, W] or [N, H, W, 3], if the source has one: batches are then slices of it."""
         ...
 
     def __len__(self) -> int: ...
 
     def read(self, index: int) -> EncodedImage:
-        """May raise OSError, for example when a file has vanished."""
+        """May raise OSError, for example if a file was deleted."""
         ...
 
     def label_of(self, index: int) -> int | None:
@@ -62,7 +60,7 @@ class ImageSource(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Digest that changes whenever an image, its place or its label does: features kept under it are never stale."""
+        """Digest that changes with any image, its index or its label: features cached under it are never stale."""
         ...
 
 
@@ -74,9 +72,7 @@ def known_orientation(orientation: str, *, name: str) -> Orientation:
 
 
 def split_query(location: str) -> tuple[str, dict[str, str]]:
-    """'photos?labels=none' -> ('photos', {'labels': 'none'}). Nothing is percent-decoded: paths stay as the user typed
-    them.
-    """
+    """'photos?labels=none' -> ('photos', {'labels': 'none'}). Nothing is percent-decoded: paths stay as typed."""
     if "?" not in location:
         return location, {}
     path, _, query = location.rpartition("?")

@@ -1,6 +1,4 @@
-"""`demo:train` and `demo:test`: 8,000 and 2,000 Fashion-MNIST images that come with the package (Xiao et al., 2017; MIT
-licence).
-"""
+"""`demo:train`, `demo:test`: 8,000 and 2,000 Fashion-MNIST images of the package (Xiao et al., 2017; MIT licence)."""
 
 from functools import lru_cache
 from importlib import resources
@@ -23,15 +21,13 @@ def _load(split: str) -> tuple[Pixels, NDArray[np.uint8]]:
         np.load(file, allow_pickle=False) as archive,
     ):
         images, labels = archive[f"{split}_images"], archive[f"{split}_labels"]
-    images.setflags(write=False)  # shared by all who open the split
+    images.setflags(write=False)  # shared by all sources of the split
     labels.setflags(write=False)
     return images, labels
 
 
 def open_demo(location: str, *, name: str) -> ArraySource:
     if location not in SPLITS:
-        raise DataError(
-            f"{name}: the demo images have no split {location!r}.{closest(location, SPLITS)} Use demo:train or demo:test"
-        )
+        raise DataError(f"{name}: unknown split {location!r}.{closest(location, SPLITS)} Use demo:train or demo:test")
     images, labels = _load(location)
     return ArraySource(name=name, pixels=images, labels=labels, class_names=CLASS_NAMES, key_prefix=location)

@@ -1,4 +1,4 @@
-"""Image files named one by one, in a given order: lists of published splits, queries of retrieval sets."""
+"""Image files from a list: published splits, queries of retrieval sets."""
 
 import hashlib
 import itertools
@@ -12,10 +12,9 @@ from massl.data.sources.file_stamps import digest_of_files, in_threads
 
 
 class FileListSource:
-    """The images at root/file, in the order of `files`. All must be there. A negative label says that the image has
-    none.
+    """The images root/file in the order of `files`; all must exist. A negative label means unlabelled.
 
-    They are not turned upright unless `orientation` says so: published evaluations on such lists do not.
+    By default they are not turned upright: published evaluations on such lists do not.
     """
 
     pixels = None
@@ -46,7 +45,7 @@ class FileListSource:
         if missing:
             shown = ", ".join(str(self._root / file) for file in missing[:3]) + (" ..." if len(missing) > 3 else "")
             raise DataError(
-                f"{self.name}: {len(missing)} of {len(self)} listed images are not there ({shown}); "
+                f"{self.name}: {len(missing)} of {len(self)} listed images do not exist ({shown}); "
                 f"complete {self._root}, or give the folder that the list is relative to"
             )
 
@@ -68,7 +67,7 @@ class FileListSource:
         return self._files[index]
 
     def fingerprint(self) -> str:
-        """Of the files as they were when it was first asked for."""
+        """Computed once, at the first call."""
         return self._fingerprint
 
     @cached_property
@@ -81,14 +80,12 @@ class FileListSource:
 def _class_names(
     labels: Sequence[int] | None, class_names: tuple[str, ...] | None, *, num_files: int, name: str
 ) -> tuple[str, ...] | None:
-    """Those given, or else the numbers of the labels, once all fits together."""
+    """The given class names, or the label numbers; raises if they do not fit the labels."""
     if num_files == 0:
         raise DataError(f"{name} lists no images")
     if labels is None:
         if class_names is not None:
-            raise DataError(
-                f"{name}: names of {len(class_names)} classes, but no labels; give one for each of {num_files} images"
-            )
+            raise DataError(f"{name}: {len(class_names)} class names, but no labels; give one for each image")
         return None
     if len(labels) != num_files:
         raise DataError(f"{name}: {len(labels)} labels for {num_files} images; give one for each")
@@ -96,7 +93,6 @@ def _class_names(
     if class_names is None:
         return tuple(map(str, range(num_classes))) or None
     if num_classes > len(class_names):
-        raise DataError(
-            f"{name}: label {num_classes - 1} is none of the {len(class_names)} classes; they are numbered from 0"
-        )
+        known = f"the {len(class_names)} classes, numbered from 0"
+        raise DataError(f"{name}: label {num_classes - 1} is not among {known}")
     return class_names

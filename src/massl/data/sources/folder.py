@@ -1,4 +1,4 @@
-"""Folders of image files: one folder per class, or photos in any nesting without labels."""
+"""Folders of image files: one folder per class, or unlabelled photos in any nesting."""
 
 import hashlib
 import os
@@ -19,22 +19,21 @@ LabelRule = Literal["auto", "none", "folders"]
 
 
 class FolderSource:
-    """The images below `root`, sorted by folder and name whatever order the file system lists them in.
+    """The images below `root`, sorted by folder and name.
 
-    With `labels="auto"` the folders directly below `root` are classes when all images lie inside at least two of them.
+    With `labels="auto"`, the folders directly below `root` are classes if all images are inside two or more of them.
     """
 
     pixels = None
 
     def __init__(self, root: Path, *, name: str, labels: LabelRule = "auto", orientation: Orientation = "exif") -> None:
         if not root.is_dir():
-            raise DataError(
-                f"{root} is {'a file, not a folder' if root.exists() else 'not there'}; expected a folder of images"
-            )
+            problem = "is a file, not a folder" if root.exists() else "does not exist"
+            raise DataError(f"{root} {problem}; expected a folder of images")
         self.name = name
         self._root = root
         self._orientation = known_orientation(orientation, name=name)
-        # One string of all file names with their ends: the 1.28 million of ImageNet take 36 MB, a list of paths 112 MB.
+        # all file names in one string: the 1.28 million of ImageNet take 36 MB, a list of paths 112 MB
         self._file_names = bytearray()
         self._file_name_ends = array("q")
         self._folders: list[str] = []
@@ -48,7 +47,7 @@ class FolderSource:
         if not self._folders:
             raise DataError(f"{root} holds no images; expected {' '.join(IMAGE_SUFFIXES)} or class folders of them")
         self.class_names, self._folder_labels = self._find_classes(labels)
-        # Not classes, though another part of the set may have images of them: whoever compares class names can say so.
+        # not classes here, but other parts of the set may have images of them: for messages about class names
         self.empty_class_folders = () if self.class_names is None else _other_folders(root, self.class_names)
 
     def _find_classes(self, labels: LabelRule) -> tuple[tuple[str, ...] | None, list[int]]:
@@ -56,9 +55,8 @@ class FolderSource:
         class_names = tuple(dict.fromkeys(top_folders))
         images_in_root = "" in class_names
         if labels == "folders" and images_in_root:
-            raise DataError(
-                f"{self._root}: labels=folders needs every image inside a class folder, but {self.key_of(0)} lies beside them"
-            )
+            problem = f"{self._root}: labels=folders needs every image inside a class folder"
+            raise DataError(f"{problem}, but {self.key_of(0)} is not")
         if labels == "none" or images_in_root or (labels == "auto" and len(class_names) < 2):
             return None, []
         label_of_class = {class_name: label for label, class_name in enumerate(class_names)}
@@ -68,11 +66,9 @@ class FolderSource:
         return len(self._file_name_ends)
 
     def read(self, index: int) -> EncodedImage:
-        key = self.key_of(index)
-        turn_upright = self._orientation == "exif"
-        return EncodedImage(
-            data=(self._root / key).read_bytes(), label=self.label_of(index), key=key, turn_upright=turn_upright
-        )
+        key, turn_upright = self.key_of(index), self._orientation == "exif"
+        data = (self._root / key).read_bytes()
+        return EncodedImage(data=data, label=self.label_of(index), key=key, turn_upright=turn_upright)
 
     def label_of(self, index: int) -> int | None:
         return None if self.class_names is None else self._folder_labels[bisect_right(self._folder_ends, index)]
@@ -84,16 +80,15 @@ class FolderSource:
         return f"{folder}/{file_name}" if folder else file_name
 
     def fingerprint(self) -> str:
-        """Of the files as they were when it was first asked for: 6 s for the 1.28 million of ImageNet, and then none.
+        """Computed once, at the first call: 6 s for the 1.28 million images of ImageNet.
 
-        Whatever is changed later has another fingerprint for whoever opens the folder next, so nothing kept under this
-        one is taken for it.
+        Later changes give another fingerprint to the next FolderSource, so cached features are never confused.
         """
         return self._fingerprint
 
     @cached_property
     def _fingerprint(self) -> str:
-        labels = repr((self.class_names is None, self._folder_labels))  # of folders, which the names of the images hold
+        labels = repr((self.class_names is None, self._folder_labels))  # per folder; the image keys name the folders
         files = digest_of_files(self._root, map(self.key_of, range(len(self))))
         return hashlib.sha256(f"{self._orientation} {labels} {files}".encode()).hexdigest()
 
@@ -101,9 +96,7 @@ class FolderSource:
 def _folders_with_images(
     path: Path, relative: str, ancestors: tuple[tuple[int, int], ...]
 ) -> Iterator[tuple[str, list[str]]]:
-    """Each folder that holds images directly, depth first, as (path relative to the root, sorted file names); hidden
-    names are left out.
-    """
+    """(path relative to the root, sorted file names) of each folder with images, depth first; hidden ones skipped."""
     file_names, folder_names = [], []
     try:
         status = path.stat()
@@ -118,7 +111,7 @@ def _folders_with_images(
     except OSError as error:
         raise DataError(f"{path} cannot be listed: {error.strerror}") from None
     identity = (status.st_dev, status.st_ino)
-    if identity in ancestors:  # a link that leads back to a folder it lies in
+    if identity in ancestors:  # a link to one of its own parent folders
         return
     if file_names:
         yield relative, sorted(file_names)
@@ -128,16 +121,14 @@ def _folders_with_images(
 
 
 def _other_folders(root: Path, class_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Visible folders directly below the root that are no classes, sorted."""
+    """Visible folders directly below the root that are not classes, sorted."""
     with os.scandir(root) as entries:
         folders = {entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()}
     return tuple(sorted(folders - set(class_names)))
 
 
 def open_folder(location: str, *, name: str) -> FolderSource:
-    """`folder:PATH?labels=none|folders&orientation=exif|stored`; without labels= the layout decides, and images are
-    turned by EXIF.
-    """
+    """`folder:PATH?labels=none|folders&orientation=exif|stored`; defaults: by the layout, and exif."""
     path, parameters = split_query(location)
     known = ("labels", "orientation")
     for parameter in parameters.keys() - set(known):

@@ -12,16 +12,15 @@ from massl.data.sources.base import DataError, EncodedImage, ImageSource, Pixels
 
 
 class JoinedSource:
-    """Labels mean the same in all parts: their class names must be equal."""
+    """Several sources in a row; their class names must be equal, so that labels mean the same in all of them."""
 
     def __init__(self, parts: Sequence[ImageSource], *, name: str) -> None:
         if len(parts) < 2:
             raise DataError(f"{name} joins fewer than two sources; write joined:URI|URI")
         for part in parts[1:]:
             if part.class_names != parts[0].class_names:
-                raise DataError(
-                    f"{parts[0].name} and {part.name} have other classes; only sources with the same ones can be joined"
-                )
+                names = f"{parts[0].name} and {part.name}"
+                raise DataError(f"{names} have different classes; only sources with equal ones can be joined")
         self.name = name
         self.class_names = parts[0].class_names
         self._parts = tuple(parts)
@@ -29,13 +28,10 @@ class JoinedSource:
 
     @cached_property
     def pixels(self) -> Pixels | None:
-        arrays = [part.pixels for part in self._parts]
-        if (
-            any(array is None for array in arrays)
-            or len({array.shape[1:] for array in arrays if array is not None}) > 1
-        ):
+        arrays = [part.pixels for part in self._parts if part.pixels is not None]
+        if len(arrays) < len(self._parts) or len({array.shape[1:] for array in arrays}) > 1:
             return None
-        return np.concatenate([array for array in arrays if array is not None])
+        return np.concatenate(arrays)
 
     def __len__(self) -> int:
         return self._ends[-1]

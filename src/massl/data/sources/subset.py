@@ -1,4 +1,4 @@
-"""Some of the images of another source."""
+"""A subset of another source."""
 
 import hashlib
 from array import array
@@ -11,24 +11,22 @@ from massl.data.sources.base import DataError, EncodedImage, ImageSource, Pixels
 
 
 class SubsetSource:
-    """Image i is image `indices[i]` of `source`; labels, class names and keys are those it has there."""
+    """Image i is image `indices[i]` of `source`, with its label and key there."""
 
     def __init__(self, source: ImageSource, indices: Tensor, *, name: str) -> None:  # indices: integers [n]
         if indices.ndim != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
-            raise DataError(
-                f"{name}: a subset is chosen by a line of whole numbers, not by {indices.dtype} {list(indices.shape)}"
-            )
+            found = f"{indices.dtype} {list(indices.shape)}"
+            raise DataError(f"{name}: the indices of a subset must be integers [n], not {found}")
         if len(indices) == 0:
-            raise DataError(f"{name} chooses no image of {source.name}")
+            raise DataError(f"{name} selects no image of {source.name}")
         low, high = int(indices.min()), int(indices.max())
         if low < 0 or high >= len(source):
-            raise DataError(
-                f"{name} chooses image {low if low < 0 else high} of {source.name}, which has {len(source)}"
-            )
+            index = low if low < 0 else high
+            raise DataError(f"{name} selects image {index} of {source.name}, which has {len(source)}")
         self.name = name
         self.class_names = source.class_names
         self._source = source
-        # plain numbers: labels of a million images are asked for one by one
+        # Python integers: the labels of a million images are read one by one
         self._indices = array("q", indices.tolist())
 
     @cached_property

@@ -1,4 +1,4 @@
-"""`torchvision:NAME?key=value&...`: any image set of torchvision, with its constructor's arguments as parameters."""
+"""`torchvision:NAME?key=value&...`: any image set of torchvision; the parameters are its constructor's arguments."""
 
 import hashlib
 import inspect
@@ -18,11 +18,9 @@ from massl.data.sources.array import digest_of_arrays
 from massl.data.sources.base import DataError, EncodedImage, Pixels, split_query
 from massl.data.sources.file_stamps import digest_of_files, files_below
 
-# Where torchvision's sets keep their labels (CIFAR, DTD and Pets, SVHN and STL10, Caltech101), or pairs of path and
-# label (ImageNet, Cars).
+# attributes with labels (CIFAR, DTD and Pets, SVHN and STL10, Caltech101) or (path, label) pairs (ImageNet, Cars)
 LABEL_ATTRIBUTES = ("targets", "_labels", "labels", "y", "samples", "_samples")
-# Where they keep the folder that is theirs alone (ImageNet, Pets and most others, Aircraft, SUN397); CIFAR and kin name
-# it below the root.
+# attributes with the set's own folder (ImageNet, Pets and most others, Aircraft, SUN397); CIFAR: root / base_folder
 FOLDER_ATTRIBUTES = ("split_folder", "_base_folder", "_data_path", "_data_dir")
 
 
@@ -32,12 +30,10 @@ class _Dataset(Protocol):
 
 
 class TorchvisionSource:
-    """Images and labels as the set delivers them: no turning by EXIF, which published scores on these sets do not use
-    either.
-    """
+    """Images and labels as the set delivers them; not turned by EXIF, as in published evaluations."""
 
     def __init__(self, dataset: _Dataset, *, name: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """`arguments`: what the set was made with; they may decide about its images."""
+        """`arguments` of the set's constructor: they may affect its images."""
         self.name = name
         self._dataset = dataset
         self._arguments = dict(arguments or {})
@@ -62,15 +58,13 @@ class TorchvisionSource:
         return f"{type(self._dataset).__name__}/{index}"
 
     def fingerprint(self) -> str:
-        """Of the pixels where they are in memory, else of the files as they were at first and of what the set makes of
-        them.
-        """
+        """Of the pixels if they are in memory, else of the files and the set's lists; computed once."""
         return self._fingerprint
 
     @cached_property
     def _fingerprint(self) -> str:
         if self.pixels is not None:
-            return self._digest_of_pixels
+            return digest_of_arrays(self.pixels, self._labels)
         digest = hashlib.sha256(repr((type(self._dataset).__name__, sorted(self._arguments.items()))).encode())
         digest.update(b"" if self._labels is None else self._labels.data)
         for name, values in sorted(_lists_of_files(self._dataset)):
@@ -78,15 +72,10 @@ class TorchvisionSource:
         folder = _own_folder(self._dataset)
         if folder is not None:
             digest.update(digest_of_files(folder, files_below(folder)).encode())
-        else:  # made up or fetched from elsewhere: nothing but the images themselves tells whether they have changed
+        else:  # generated or streamed: only the images themselves show whether they have changed
             for index in range(len(self)):
                 digest.update(digest_of_arrays(self._pixels_of(index)[None], None).encode())
         return digest.hexdigest()
-
-    @cached_property
-    def _digest_of_pixels(self) -> str:
-        assert self.pixels is not None
-        return digest_of_arrays(self.pixels, self._labels)
 
     @cached_property
     def class_names(self) -> tuple[str, ...] | None:
@@ -104,7 +93,7 @@ class TorchvisionSource:
                 return labels
         if _as_labels([self._dataset[0][1]], num_images=1) is None:  # boxes, captions, masks
             return None
-        # The set keeps no list (PCAM, FakeData): one pass over its items.
+        # the set has no list (PCAM, FakeData): one pass over its items
         return _as_labels([self._dataset[index][1] for index in range(len(self))], num_images=len(self))
 
 
@@ -113,10 +102,8 @@ def _as_labels(values: Any, *, num_images: int) -> NDArray[np.int64] | None:
         return None
     if isinstance(values[0], tuple):
         values = [pair[-1] for pair in values]
-    if not all(
-        isinstance(value, int | np.integer) or (isinstance(value, torch.Tensor) and value.ndim == 0)
-        for value in values[:1]
-    ):
+    is_tensor = isinstance(values[0], torch.Tensor) and values[0].ndim == 0
+    if not is_tensor and not isinstance(values[0], int | np.integer):
         return None
     labels = np.asarray(values)
     return labels.astype(np.int64) if labels.ndim == 1 and np.issubdtype(labels.dtype, np.integer) else None
@@ -127,7 +114,7 @@ def _raw_pixels(image: Image.Image) -> Pixels:
 
 
 def _pixels_in_memory(dataset: _Dataset, *, first_image: Pixels) -> Pixels | None:
-    """The set's own array (CIFAR, MNIST and kin), provided that its first image is the one the set delivers."""
+    """The set's own array (CIFAR, MNIST ...), if its first image equals the one the set delivers."""
     data = getattr(dataset, "data", None)
     pixels = data.numpy() if isinstance(data, torch.Tensor) else data
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or len(pixels) != len(dataset):
@@ -138,22 +125,18 @@ def _pixels_in_memory(dataset: _Dataset, *, first_image: Pixels) -> Pixels | Non
 
 
 def _own_folder(dataset: _Dataset) -> Path | None:
-    """The folder with the set's files and as little else as can be told."""
+    """The smallest known folder with the set's files."""
     root = getattr(dataset, "root", None)
     candidates = [getattr(dataset, attribute, None) for attribute in FOLDER_ATTRIBUTES]
     below_root = getattr(dataset, "base_folder", None)
     if isinstance(root, str | PurePath) and isinstance(below_root, str):
         candidates.append(Path(root, below_root))
-    folders = (
-        Path(candidate) for candidate in (*candidates, root) if isinstance(candidate, str | PurePath) and str(candidate)
-    )
-    return next((folder for folder in folders if folder.is_dir()), None)
+    named = [path for path in (*candidates, root) if isinstance(path, str | PurePath) and str(path)]
+    return next((Path(path) for path in named if Path(path).is_dir()), None)
 
 
 def _lists_of_files(dataset: _Dataset) -> Iterator[tuple[str, list[Any]]]:
-    """The set's lists of paths or of pairs with one: they say which file is which image (SUN397 takes them as the disk
-    lists them).
-    """
+    """The set's lists of paths or (path, ...) tuples: which file is which image (SUN397: in file-system order)."""
     for name, values in vars(dataset).items():
         if isinstance(values, list) and len(values) == len(dataset) and isinstance(values[0], str | PurePath | tuple):
             yield name, values
@@ -161,7 +144,7 @@ def _lists_of_files(dataset: _Dataset) -> Iterator[tuple[str, list[Any]]]:
 
 def open_torchvision(location: str, *, name: str) -> TorchvisionSource:
     try:
-        from torchvision import datasets  # here: only this scheme pays its second of import time
+        from torchvision import datasets  # takes a second to import, only for this scheme
     except ImportError:
         raise DataError(f"{name} needs torchvision; install it with: pip install torchvision") from None
     set_name, parameters = split_query(location)
@@ -175,11 +158,9 @@ def open_torchvision(location: str, *, name: str) -> TorchvisionSource:
     except ImportError as error:
         raise DataError(f"{name} needs a package that is not installed: {error}; install it with pip") from None
     except (RuntimeError, OSError, ValueError, TypeError) as error:
-        advice = (
-            f". Its files are expected below {arguments['root']!r}; root=DIR chooses another folder"
-            if "root" in arguments
-            else ""
-        )
+        advice = ""
+        if "root" in arguments:
+            advice = f". Its files are expected below {arguments['root']!r}; root=DIR chooses another folder"
         if arguments.get("download") is False:
             advice += ", download=true after the '?' fetches them"
         raise DataError(f"{name} cannot be opened: {error}{advice}") from None

@@ -51,7 +51,7 @@ def test_an_archive_that_does_not_fit_is_refused_with_what_was_expected(
 
 
 def test_a_missing_or_damaged_archive_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not there"):
+    with pytest.raises(DataError, match="does not exist"):
         open_source(tmp_path / "missing.npz")
     (tmp_path / "damaged.npz").write_bytes(b"PK\x03\x04 no archive")
     with pytest.raises(DataError, match=r"not a \.npz archive"):

@@ -50,7 +50,7 @@ def test_missing_files_are_counted_and_three_are_named(root: Path) -> None:
     ("labels", "class_names", "message"),
     [
         ([0, 1], None, "2 labels for 3 images"),
-        ([0, 1, 2], ("x", "y"), "label 2 is none of the 2 classes"),
+        ([0, 1, 2], ("x", "y"), "label 2 is not among the 2 classes"),
         (None, ("x", "y"), "no labels"),
     ],
 )

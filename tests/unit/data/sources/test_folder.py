@@ -115,7 +115,7 @@ def test_an_empty_missing_or_non_folder_says_what_was_expected(tmp_path: Path) -
     touch(tmp_path, "empty/notes.txt", "file.jpg")
     with pytest.raises(DataError, match=r"holds no images; expected \.jpg .* or class folders"):
         scan(tmp_path / "empty")
-    with pytest.raises(DataError, match="not there"):
+    with pytest.raises(DataError, match="does not exist"):
         scan(tmp_path / "missing")
     with pytest.raises(DataError, match="a file, not a folder"):
         scan(tmp_path / "file.jpg")

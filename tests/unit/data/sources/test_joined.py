@@ -38,7 +38,7 @@ def test_the_fingerprint_tells_order_and_content(archives: list[Path]) -> None:
 
 def test_other_classes_and_single_sources_are_refused(archives: list[Path], tmp_path: Path) -> None:
     np.savez(tmp_path / "five.npz", images=np.zeros((5, 5, 6, 3), dtype=np.uint8), labels=np.arange(5))
-    with pytest.raises(DataError, match="have other classes"):
+    with pytest.raises(DataError, match="different classes"):
         open_source(f"joined:{archives[0]}|{tmp_path / 'five.npz'}")
     with pytest.raises(DataError, match="joins fewer than two"):
         open_source(f"joined:{archives[0]}")

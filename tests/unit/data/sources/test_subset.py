@@ -109,12 +109,12 @@ def test_the_fingerprint_changes_with_the_source_and_with_the_choice(photographs
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        (torch.tensor([0, 6]), "chooses image 6 of array, which has 6"),
-        (torch.tensor([-1, 0]), "chooses image -1 of array"),
-        (torch.tensor([], dtype=torch.int64), "chooses no image of array"),
-        (torch.tensor([0.0]), "whole numbers"),
-        (torch.tensor([True] * 6), "whole numbers"),
-        (torch.tensor([[0]]), "a line of whole numbers"),
+        (torch.tensor([0, 6]), "image 6 of array, which has 6"),
+        (torch.tensor([-1, 0]), "image -1 of array"),
+        (torch.tensor([], dtype=torch.int64), "no image of array"),
+        (torch.tensor([0.0]), "integers"),
+        (torch.tensor([True] * 6), "integers"),
+        (torch.tensor([[0]]), "integers"),
     ],
 )
 def test_a_choice_that_does_not_fit_is_refused(array: ArraySource, indices: Tensor, message: str) -> None:
