@@ -75,7 +75,7 @@ class Supervised(Method):
         )
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
-        labels = self._labels(views, hyper).repeat(len(views.global_views))  # [G * B], as the views lie
+        labels = self._labels(views, hyper).repeat(len(views.global_views))  # [G * B], in the order of the views
         targets = smoothed_targets(
             labels, num_classes=self.settings.num_classes, smoothing=self.settings.label_smoothing
         )

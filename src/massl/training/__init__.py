@@ -1,4 +1,4 @@
-"""The training loop and what it keeps: step, schedules, optimizers, checkpoints, probes, metrics.
+"""The training loop and its parts: step, schedules, optimizers, checkpoints, probes, logs, run folder.
 
 Training sees `methods.base`, never a method by name.
 """
