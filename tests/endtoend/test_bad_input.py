@@ -29,7 +29,7 @@ def _assert_refused(answer: Any, *expected: str, status: int = 1) -> None:
 
 @pytest.fixture
 def pretrain(massl_here: Any, recipe: Path, archive: Path, tmp_path: Path) -> Callable[..., Any]:
-    """pretrain("--some.option", "value", source=...): two steps of the tiny recipe into tmp_path/run, in this process."""
+    """pretrain("--some.option", "value", source=...): two steps of the tiny recipe into tmp_path/run."""
 
     def run(*options: str | Path, source: Path | str = archive, max_steps: int = 2) -> Any:
         given = [
@@ -51,31 +51,22 @@ def pretrain(massl_here: Any, recipe: Path, archive: Path, tmp_path: Path) -> Ca
 
 
 def test_missing_folder_is_named(pretrain: Any, tmp_path: Path) -> None:
-    _assert_refused(
-        pretrain(source=tmp_path / "nowhere"), f"{tmp_path}/nowhere is not there; expected a folder of images"
-    )
+    _assert_refused(pretrain(source=tmp_path / "nowhere"), f"{tmp_path}/nowhere")
 
 
 def test_empty_folder_is_named_with_what_was_expected(pretrain: Any, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "notes.txt").write_text("no image")
-    _assert_refused(
-        pretrain(source=tmp_path / "photos"), f"{tmp_path}/photos holds no images; expected .jpg .jpeg .png"
-    )
+    _assert_refused(pretrain(source=tmp_path / "photos"), f"{tmp_path}/photos", ".jpg .jpeg .png")
 
 
 def test_unknown_scheme_and_missing_archive_are_named(pretrain: Any, tmp_path: Path) -> None:
-    _assert_refused(pretrain(source="dmo:train"), "unknown scheme 'dmo'. Did you mean 'demo'?")
-    _assert_refused(
-        pretrain("--output", tmp_path / "other", source=tmp_path / "nothing.npz"), "nothing.npz is not there"
-    )
+    _assert_refused(pretrain(source="dmo:train"), "'dmo'", "Did you mean 'demo'?")
+    _assert_refused(pretrain("--output", tmp_path / "other", source=tmp_path / "nothing.npz"), "nothing.npz")
 
 
 def test_fewer_images_than_one_batch_are_refused(pretrain: Any, make_folder: Any) -> None:
-    _assert_refused(
-        pretrain(source=make_folder("photos", 5)),
-        "5 images make no batch of 8; lower --trainer.batch_size or add images",
-    )
+    _assert_refused(pretrain(source=make_folder("photos", 5)), "5 images", "--trainer.batch_size")
 
 
 def test_mistake_corrected_in_a_second_try_goes_on_in_the_same_output(pretrain: Any, tmp_path: Path) -> None:
@@ -92,9 +83,9 @@ def test_unreadable_images_are_skipped_and_each_is_named_once(pretrain: Any, mak
     # two epochs and three probes meet each of them
     answer = pretrain("--probes.every_epochs", "1", source=photos, max_steps=12)
     assert answer.status == 0, answer.text
-    assert answer.error.count("skipped an unreadable image") == 2
-    assert answer.text.count("skipped an unreadable image: 007.png: no image in a known format (JPEG") == 1
-    assert answer.text.count("skipped an unreadable image: 031.png: OSError: image file is truncated") == 1
+    assert answer.error.count("unreadable image") == 2
+    assert answer.text.count("007.png") == 1
+    assert answer.text.count("031.png: OSError: image file is truncated") == 1  # Pillow's own words
 
 
 def test_many_unreadable_images_stop_the_run(pretrain: Any, make_folder: Any) -> None:
@@ -102,7 +93,7 @@ def test_many_unreadable_images_stop_the_run(pretrain: Any, make_folder: Any) ->
     for number in range(0, 48, 8):
         (photos / f"{number:03d}.png").write_bytes(b"")
     answer = pretrain(source=photos, max_steps=12)
-    _assert_refused(answer, "images tried in", "cannot be read, more than 5%; repair or remove them. For example")
+    _assert_refused(answer, "more than 5%", ".png")
 
 
 # Recipe
@@ -111,13 +102,14 @@ def test_many_unreadable_images_stop_the_run(pretrain: Any, make_folder: Any) ->
 def test_memory_must_hold_a_block(pretrain: Any) -> None:
     _assert_refused(
         pretrain("--method.memory.block_size", "128"),
-        "a block of 128 rows does not fit a memory of 32: lower block_size or raise num_rows",
+        "block_size",
+        "num_rows",
         status=2,
     )
 
 
 def test_unknown_backbone_gets_a_suggestion(pretrain: Any) -> None:
-    _assert_refused(pretrain("--backbone.name", "resnet_18"), "timm has no model 'resnet_18'. Did you mean 'resnet18'?")
+    _assert_refused(pretrain("--backbone.name", "resnet_18"), "'resnet_18'", "Did you mean 'resnet18'?")
 
 
 def test_option_that_timm_does_not_know_is_refused(
@@ -126,16 +118,16 @@ def test_option_that_timm_does_not_know_is_refused(
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(recipe.read_text().replace("embed_dim:", "embed_dims:"))
     answer = massl_here("pretrain", "--recipe", wrong, "--data.source", archive, "--output", tmp_path / "run")
-    _assert_refused(answer, 'timm cannot build vit_tiny_patch16_224 with {"num_classes": 0', "embed_dims")
+    _assert_refused(answer, "vit_tiny_patch16_224", "embed_dims")
 
 
 def test_unknown_recipe_lists_the_shipped_ones_and_suggests(massl_here: Any, tmp_path: Path) -> None:
     answer = massl_here("pretrain", "--recipe", "massl-vits-16", "--output", tmp_path / "run")
     _assert_refused(
         answer,
-        "no recipe 'massl-vits-16'",
-        "demo, dino-cifar",
-        "massl-vitb16, massl-vits16",
+        "'massl-vits-16'",
+        "dino-cifar",
+        "massl-vitb16",
         "Did you mean 'massl-vits16'?",
     )
 
@@ -145,24 +137,25 @@ def test_recipe_file_with_unknown_key_or_wrong_value_is_refused(massl_here: Any,
     wrong.write_text("trainer: {batchsize: 4}")
     _assert_refused(
         massl_here("pretrain", "--recipe", wrong, "--output", tmp_path / "run"),
-        "unknown key trainer.batchsize. Did you mean 'batch_size'?",
+        "trainer.batchsize",
+        "Did you mean 'batch_size'?",
     )
     wrong.write_text("trainer: {batch_size: many}")
     _assert_refused(
         massl_here("pretrain", "--recipe", wrong, "--output", tmp_path / "run"), "trainer.batch_size", "many"
     )
     wrong.write_text("trainer: [")
-    _assert_refused(massl_here("pretrain", "--recipe", wrong, "--output", tmp_path / "run"), "is not valid YAML")
+    _assert_refused(massl_here("pretrain", "--recipe", wrong, "--output", tmp_path / "run"), str(wrong), "YAML")
 
 
 def test_no_recipe_is_answered_with_the_shipped_ones(massl_here: Any, tmp_path: Path) -> None:
-    _assert_refused(massl_here("pretrain", "--output", tmp_path / "run"), "which recipe? Give --recipe", "massl-vits16")
+    _assert_refused(massl_here("pretrain", "--output", tmp_path / "run"), "--recipe", "massl-vits16")
 
 
 def test_unknown_option_gets_a_suggestion(pretrain: Any, tmp_path: Path) -> None:
     _assert_refused(
         pretrain("--trainer.batchsize", "4"),
-        "Unrecognized options: --trainer.batchsize",
+        "--trainer.batchsize",
         "--trainer.batch_size",
         status=2,
     )
@@ -175,7 +168,7 @@ def test_missing_output_is_asked_for(massl_here: Any, recipe: Path) -> None:
 
 def test_no_images_named_is_answered_with_the_option(massl_here: Any, recipe: Path, tmp_path: Path) -> None:
     answer = massl_here("pretrain", "--recipe", recipe, "--output", tmp_path / "run")
-    _assert_refused(answer, "no images named: give --data.source")
+    _assert_refused(answer, "--data.source")
     assert not (tmp_path / "run").exists()
 
 
@@ -186,26 +179,25 @@ def test_value_out_of_range_is_refused_with_its_key(pretrain: Any) -> None:
 
 def test_batch_must_divide_into_its_parts(pretrain: Any) -> None:
     answer = pretrain("--trainer.accumulation_steps", "3")
-    _assert_refused(
-        answer, "trainer.batch_size 8 cannot be split over 1 processes x 3 accumulation steps; make it a multiple of 3"
-    )
+    _assert_refused(answer, "trainer.batch_size 8", "multiple of 3")
 
 
 def test_view_smaller_than_a_patch_is_refused(pretrain: Any) -> None:
-    _assert_refused(pretrain("--views.local_size", "3"), "vit_tiny_patch16_224 cannot take views.local_size 3")
+    _assert_refused(pretrain("--views.local_size", "3"), "views.local_size 3")
 
 
 def test_memory_larger_than_the_data_set_is_warned_of(pretrain: Any) -> None:
     answer = pretrain("--method.memory.num_rows", "100")
     assert answer.status == 0
-    assert "warning: the memory (method.memory.num_rows = 100) is larger than the data set (48 images)" in answer.text
-    assert "is no multiple of block_size: 4 random rows stay unused each step" in answer.text
+    warnings = [line for line in answer.error.splitlines() if line.startswith("warning: ")]
+    assert any("num_rows" in line and "48 images" in line for line in warnings)
+    assert any("block_size" in line and "4 random rows" in line for line in warnings)
 
 
 def test_probe_without_labels_is_refused_where_it_was_asked_for(pretrain: Any, make_folder: Any) -> None:
     queries = make_folder("queries", 4)
     answer = pretrain("--probes.every_epochs", "1", "--probes.queries", str(queries))
-    _assert_refused(answer, f"{queries} has no labels; k-NN probes need class folders")
+    _assert_refused(answer, f"{queries} has no labels")
 
 
 # Output folder
@@ -214,19 +206,19 @@ def test_probe_without_labels_is_refused_where_it_was_asked_for(pretrain: Any, m
 def test_folder_with_other_things_is_not_touched(pretrain: Any, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("precious")
-    _assert_refused(pretrain(), "choose another --output (nothing was changed)")
+    _assert_refused(pretrain(), "--output")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
 
 
 def test_file_as_output_is_refused(pretrain: Any, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("precious")
-    _assert_refused(pretrain(), "run is a file; --output")
+    _assert_refused(pretrain(), f"{tmp_path}/run", "--output")
     assert (tmp_path / "run").read_text() == "precious"
 
 
 def test_output_that_cannot_be_made_is_refused(pretrain: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    _assert_refused(pretrain("--output", tmp_path / "file" / "run"), f"cannot write to {tmp_path}/file/run")
+    _assert_refused(pretrain("--output", tmp_path / "file" / "run"), f"{tmp_path}/file/run")
 
 
 def test_folder_in_use_by_another_process_is_refused_and_not_touched(
@@ -251,7 +243,7 @@ def test_folder_in_use_by_another_process_is_refused_and_not_touched(
         assert other.poll() is None, other.log.read_text()
         before = (run / "recipe.yaml").read_text()
         answer = pretrain("--trainer.epochs", "4000", max_steps=1)
-        _assert_refused(answer, f"another process is training in {run}; wait for it or choose another --output")
+        _assert_refused(answer, "another process", str(run), "--output")
         assert (run / "recipe.yaml").read_text() == before
     finally:
         os.kill(other.pid, signal.SIGKILL)
@@ -285,9 +277,7 @@ def test_loss_that_is_no_number_stops_and_leaves_the_last_checkpoint(
     before, rows_before = checkpoint.read_bytes(), runs.rows(run)
     broken_from_step(6)
     answer = pretrain(max_steps=12)
-    _assert_refused(
-        answer, "the loss of step 6 is nan: training stopped. The last good checkpoint, step 5, is untouched"
-    )
+    _assert_refused(answer, "step 6 is nan", "step 5")
     assert checkpoint.read_bytes() == before
     assert load_checkpoint(checkpoint)["step"] == 5
     named = json.loads((run / "nonfinite_step_6_rank_0.json").read_text())
@@ -300,7 +290,7 @@ def test_loss_that_is_no_number_stops_and_leaves_the_last_checkpoint(
 
 def test_loss_that_is_no_number_from_the_start_stops(pretrain: Any, broken_from_step: Any, tmp_path: Path) -> None:
     broken_from_step(0)
-    _assert_refused(pretrain(), "the loss of step 0 is nan: training stopped. There is no checkpoint yet")
+    _assert_refused(pretrain(), "step 0 is nan")
     assert len(json.loads((tmp_path / "run" / "nonfinite_step_0_rank_0.json").read_text())["images"]) == 8
 
 
@@ -318,7 +308,7 @@ def test_absurd_learning_rate_never_reaches_a_checkpoint(
         "1",
     ]
     answer = pretrain(*options, max_steps=8)
-    _assert_refused(answer, "training stopped", "Try a lower optimizer.learning_rate")
+    _assert_refused(answer, "optimizer.learning_rate")
     for checkpoint in (tmp_path / "run" / "checkpoints").glob("*.pt"):
         assert all(bool(value.isfinite().all()) for value in load_checkpoint(checkpoint)["method"].values())
 
@@ -339,11 +329,7 @@ def test_full_disk_leaves_the_last_checkpoint_and_the_run_continues_after_space_
     checkpoint = run / "checkpoints" / "step_000000004.pt"
     before = checkpoint.read_bytes()
     answer = server.run(*command(run, 12), limit_file_size=[len(before) // 2])
-    _assert_refused(
-        answer,
-        f"could not write {run}/checkpoints/step_000000008.pt",
-        "Is the disk full? The checkpoint of step 4 is intact. Free some space and give the same command again to continue.",
-    )
+    _assert_refused(answer, f"{run}/checkpoints/step_000000008.pt", "disk full", "step 4")
     assert checkpoint.read_bytes() == before
     assert [path.name for path in (run / "checkpoints").iterdir()] == [checkpoint.name]
     answer = server.run(*command(run, 12))

@@ -23,7 +23,7 @@ def test_no_command_shows_the_usage_and_fails(massl_here: Any) -> None:
 def test_unknown_command_is_named(massl_here: Any) -> None:
     answer = massl_here("pretrian")
     assert answer.status == 2
-    assert "massl: no command 'pretrian'" in answer.error
+    assert "'pretrian'" in answer.error
     assert "usage: massl COMMAND" in answer.error
 
 
@@ -64,11 +64,5 @@ def test_pretrain_help_explains_every_option(arguments: list[str], massl_here: A
 
 
 def test_pretrain_help_shows_the_values_of_the_recipe_it_is_given(massl_here: Any) -> None:
-    assert (
-        "images per step, over all processes (default: 128)"
-        in massl_here("pretrain", "--recipe", "demo", "--help").text
-    )
-    assert (
-        "images per step, over all processes (default: 512)"
-        in massl_here("pretrain", "--recipe=massl-cifar", "-h").text
-    )
+    assert "(default: 128)" in massl_here("pretrain", "--recipe", "demo", "--help").text
+    assert "(default: 512)" in massl_here("pretrain", "--recipe=massl-cifar", "-h").text

@@ -51,14 +51,16 @@ def test_two_methods_train_for_the_same_minutes_and_the_same_command_only_shows_
         images = 0.01 * 60 * noted[method]["images_per_second"]
         assert trained["trainer"]["epochs"] == noted[method]["trainer.epochs"] == max(1, round(images / 48))
         assert trained["optimizer"]["warmup_epochs"] == round(trained["trainer"]["epochs"] / 10, 3)
-        assert f"{method}: {noted[method]['images_per_second']:,.0f} images a second, 6 steps an epoch" in answer.text
+        assert f"{method}: {noted[method]['images_per_second']:,.0f} images a second" in answer.text
     rows = (runs / "massl" / "metrics.jsonl").read_text()
     assert json.loads(rows.splitlines()[-1])["epoch"] == noted["massl"]["trainer.epochs"]
     assert re.search(r"k-NN at [\d.]+ CPU min \(probe at\)", (runs / "comparison.md").read_text())
 
     again = massl_here(*command)
     assert again.status == 0
-    assert f"massl: the run exists and keeps its length, trainer.epochs {noted['massl']['trainer.epochs']}" in again.text
+    assert (
+        f"massl: the run exists and keeps its length, trainer.epochs {noted['massl']['trainer.epochs']}" in again.text
+    )
     # with times, equal only where nothing was trained again
     assert (runs / "massl" / "metrics.jsonl").read_text() == rows
 
@@ -68,5 +70,6 @@ def test_epochs_beside_minutes_are_refused_on_the_command_line(
 ) -> None:
     answer = massl_here(*command, "--set", "trainer.epochs=3")
     assert answer.status == 2
-    assert "--minutes and --set trainer.epochs both set the length of training" in answer.text
+    assert "--minutes" in answer.text
+    assert "trainer.epochs" in answer.text
     assert not (tmp_path / "runs").exists()

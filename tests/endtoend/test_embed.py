@@ -65,7 +65,7 @@ def embed(massl_here: Any, model: Path, images: Path) -> Callable[..., Any]:
 
     def run(out: Path, *options: str | Path, data: str | Path = images) -> Any:
         return massl_here(
-            "embed", model, "--data", data, "--out", out, "--crop_ratio", "1", "--batch_size", "4", *options
+            "embed", model, "--data", data, "--output", out, "--crop_ratio", "1", "--batch_size", "4", *options
         )
 
     return run
@@ -93,7 +93,7 @@ def test_parquet_is_read_by_pyarrow(embed: Any, model: Path, images: Path, truth
     path = tmp_path / "new" / "folder" / "features.parquet"
     answer = embed(path)
     assert answer.status == 0, answer.text
-    assert f"{path}: 11 features of 24 dimensions" in answer.text
+    assert str(path) in answer.text
     table = pyarrow.parquet.read_table(path)
     assert table.column("key").to_pylist() == KEYS
     assert table.column("label").to_pylist() == [None if label < 0 else label for label in LABELS]
@@ -151,47 +151,43 @@ def test_another_feature_is_written_where_asked(embed: Any, truth: np.ndarray, t
 
 def test_python_call_gives_the_path(model: Path, images: Path, truth: np.ndarray, tmp_path: Path) -> None:
     path = massl.embed(
-        model, data=images, out=tmp_path / "features.npz", overrides={"crop_ratio": 1.0, "device": "cpu"}
+        model, data=images, output=tmp_path / "features.npz", overrides={"crop_ratio": 1.0, "device": "cpu"}
     )
     with np.load(path) as archive:
         np.testing.assert_allclose(archive["features"], truth, atol=1e-5)
-    with pytest.raises(MasslError, match="is there already"):
-        massl.embed(model, data=images, out=path)
+    with pytest.raises(MasslError, match=r"features\.npz"):
+        massl.embed(model, data=images, output=path)
 
 
 def test_file_that_is_there_is_never_overwritten(embed: Any, tmp_path: Path) -> None:
     path = tmp_path / "features.npz"
     path.write_text("mine")
-    _assert_refused(embed(path), f"{path} is there already; move it away or name another file")
+    _assert_refused(embed(path), str(path))
     assert path.read_text() == "mine"
 
 
 def test_unknown_ending_is_refused_with_those_that_are_known(embed: Any, tmp_path: Path) -> None:
-    _assert_refused(
-        embed(tmp_path / "features.csv"), "its ending chooses the format: .parquet, .npz, .safetensors", status=2
-    )
+    _assert_refused(embed(tmp_path / "features.csv"), ".csv", ".parquet, .npz, .safetensors", status=2)
     assert not list(tmp_path.iterdir())
 
 
 def test_missing_pyarrow_is_named_before_the_work(embed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # its import fails
     answer = embed(tmp_path / "features.parquet", data=tmp_path / "not looked at yet")
-    _assert_refused(answer, "pip install 'massl[parquet]', or write .npz or .safetensors")
+    _assert_refused(answer, "massl[parquet]")
     assert embed(tmp_path / "features.npz").status == 0
 
 
 def test_place_where_nothing_can_be_written_is_refused_before_the_work(embed: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    _assert_refused(
-        embed(tmp_path / "file" / "features.npz"), "cannot make the folder", "name another place with --out"
-    )
+    _assert_refused(embed(tmp_path / "file" / "features.npz"), f"{tmp_path}/file", "--output")
 
 
 def test_damaged_image_leaves_no_file(embed: Any, make_folder: Any, tmp_path: Path) -> None:
     photos = make_folder("photos", 3)
     (photos / "001.png").write_bytes((photos / "001.png").read_bytes()[:100])
     (tmp_path / "out").mkdir()
-    _assert_refused(embed(tmp_path / "out" / "features.npz", data=photos), "001.png", "cannot be read")
+    _assert_refused(embed(tmp_path / "out" / "features.npz", data=photos), "001.png")
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -218,7 +214,7 @@ def test_writers_that_meet_a_full_disk_say_so_without_a_traceback(
     ending: str, server: Any, model: Path, images: Path, tmp_path: Path
 ) -> None:
     answer = server.run(
-        "embed", model, "--data", images, "--out", tmp_path / f"features{ending}", limit_file_size=[500]
+        "embed", model, "--data", images, "--output", tmp_path / f"features{ending}", limit_file_size=[500]
     )
     assert answer.status == 1
     assert "Traceback" not in answer.text

@@ -282,9 +282,9 @@ def test_python_call_gives_the_rows(run: Path, train: Path, test: Path, output: 
     assert [row.value for row in result.rows] == [row["value"] for row in _rows(output)]
     assert not result.failed
     assert not result.missing
-    with pytest.raises(RecipeError, match=r"unknown key knn\.k\. Did you mean 'ks'"):
+    with pytest.raises(RecipeError, match=r"knn\.k\b.*'ks'"):
         massl.evaluate(run, protocol="knn", train=train, test=test, output=output, overrides={"knn.k": 3})
-    with pytest.raises(MasslError, match="knn needs --test"):
+    with pytest.raises(MasslError, match="--test"):
         massl.evaluate(run, protocol="knn", train=train, output=output)
 
 
@@ -301,7 +301,7 @@ def test_features_are_kept_where_asked_and_shared(
     assert len(kept) == 2
     for path in kept:  # a second evaluation reads these: it finds one that is damaged
         path.write_bytes(path.read_bytes()[:-4])
-    _assert_refused(evaluate("knn", "--cache", shared, "--output", tmp_path / "other"), "is damaged", "delete it")
+    _assert_refused(evaluate("knn", "--cache", shared, "--output", tmp_path / "other"), ".safetensors")
     for path in kept:
         path.unlink()
     _assert_measured(evaluate("knn", "--cache", shared, "--output", tmp_path / "other"))
@@ -363,12 +363,12 @@ def test_one_failing_protocol_leaves_the_results_of_the_others(evaluate: Any, ou
     shown = answer.output.splitlines()
     failures = [number for number, line in enumerate(shown) if line.startswith("failed: linear on ")]
     assert len(failures) == 1
-    assert "last 4 blocks of a transformer with 2" in shown[failures[0]]
+    assert "4 blocks" in shown[failures[0]]
     assert failures[0] > max(number for number, line in enumerate(shown) if "logreg" in line and "top1" in line)
 
 
 def test_a_single_failing_protocol_is_an_error(evaluate: Any, output: Path) -> None:
-    _assert_refused(evaluate("linear"), "massl: error: asked for the last 4 blocks of a transformer with 2")
+    _assert_refused(evaluate("linear"), "4 blocks")
     assert not (output / "results.jsonl").exists()
 
 
@@ -376,7 +376,7 @@ def test_a_single_failing_protocol_is_an_error(evaluate: Any, output: Path) -> N
 
 
 def test_unknown_protocol_is_refused_with_a_suggestion(evaluate: Any) -> None:
-    _assert_refused(evaluate("logrge"), "there is no protocol 'logrge'. Did you mean 'logreg'? Known: knn,", status=2)
+    _assert_refused(evaluate("logrge"), "'logrge'", "Did you mean 'logreg'", status=2)
 
 
 def test_it_must_be_said_what_to_measure_on_what(massl_here: Any, run: Path, train: Path, output: Path) -> None:
@@ -384,70 +384,56 @@ def test_it_must_be_said_what_to_measure_on_what(massl_here: Any, run: Path, tra
         _assert_refused(massl_here("evaluate", run, "--output", output, *options), *expected, status=status)
 
     known = ["--data", "Pets", "--data_root", output]
-    refused([], "what is to be measured? Give protocol (knn, linear ...) or suite paper")
-    refused(["--protocol", "knn", "--suite", "paper", "--data_root", output], "one of the two")
-    refused(["--suite", "paper"], "data_root is missing: the folder below which the data sets lie")
-    refused(["--protocol", "knn", "--data", "Pets"], "data_root is missing")
-    refused(
-        ["--protocol", "knn", *known, "--train", train],
-        "data names known sets, train your own images: give one or the other",
-    )
-    refused(["--protocol", "knn", *known, "--name", "Mine"], "data names known sets, name your own images")
-    refused(["--suite", "paper", "--data_root", output, "--train", train], "leave train out, or give protocol instead")
-    refused(["--suite", "paper", *known], "leave data out")
-    refused(["--protocol", "knn"], "knn needs --train: images to learn from", status=1)
-    refused(["--protocol", "knn", "--train", train], "knn needs --test", status=1)
-    refused(["--protocol", "retrieval", "--train", train], "retrieval needs --folder", status=1)
+    refused([], "protocol", "suite")
+    refused(["--protocol", "knn", "--suite", "paper", "--data_root", output], "protocol", "suite")
+    refused(["--suite", "paper"], "data_root")
+    refused(["--protocol", "knn", "--data", "Pets"], "data_root")
+    refused(["--protocol", "knn", *known, "--train", train], "data", "train")
+    refused(["--protocol", "knn", *known, "--name", "Mine"], "data", "name")
+    refused(["--suite", "paper", "--data_root", output, "--train", train], "suite", "train")
+    refused(["--suite", "paper", *known], "suite", "data")
+    refused(["--protocol", "knn"], "knn", "--train", status=1)
+    refused(["--protocol", "knn", "--train", train], "knn", "--test", status=1)
+    refused(["--protocol", "retrieval", "--train", train], "retrieval", "--folder", status=1)
     assert not output.exists()
 
 
 def test_impossible_values_are_refused_with_the_name_of_the_option(evaluate: Any) -> None:
-    _assert_refused(
-        evaluate("knn", "--knn.temperature", "0"),
-        "knn: temperature: Input should be greater than 0 (got 0.0)",
-        status=2,
-    )
-    _assert_refused(
-        evaluate("knn", "--crop_ratio", "1.5"), "crop_ratio: Input should be less than or equal to 1", status=2
-    )
-    _assert_refused(evaluate("knn", "--feature", "clss"), "there is no feature 'clss'. Did you mean 'cls'?")
+    _assert_refused(evaluate("knn", "--knn.temperature", "0"), "knn", "temperature", "0.0", status=2)
+    _assert_refused(evaluate("knn", "--crop_ratio", "1.5"), "crop_ratio", status=2)
+    _assert_refused(evaluate("knn", "--feature", "clss"), "'clss'", "Did you mean 'cls'")
 
 
 def test_unknown_and_missing_data_sets_are_named(massl_here: Any, run: Path, output: Path, tmp_path: Path) -> None:
     given = ["evaluate", run, "--protocol", "knn", "--data_root", tmp_path, "--output", output, "--data"]
-    _assert_refused(
-        massl_here(*given, "CIFAR-11"), "there is no data set 'CIFAR-11'. Did you mean 'CIFAR-10'? Known: ImageNet,"
-    )
-    _assert_refused(
-        massl_here(*given, "pets"),
-        f"Pets is missing or incomplete: expected {tmp_path}/oxford-iiit-pet",
-        "download=True",
-    )
+    _assert_refused(massl_here(*given, "CIFAR-11"), "'CIFAR-11'", "Did you mean 'CIFAR-10'", "ImageNet")
+    _assert_refused(massl_here(*given, "pets"), "Pets", f"{tmp_path}/oxford-iiit-pet", "download=True")
 
 
 def test_suite_without_data_says_what_is_missing(massl_here: Any, run: Path, output: Path, tmp_path: Path) -> None:
     answer = massl_here("evaluate", run, "--suite", "paper", "--data_root", tmp_path, "--output", output)
     assert answer.status == 1, answer.text
     assert "measured 0, missing 26, failed 0" in answer.output
-    assert "not measured: knn on Pets. Pets is missing or incomplete" in answer.output
-    assert "not measured: retrieval on ROxford5k." in answer.output
+    assert "knn on Pets" in answer.output
+    assert "retrieval on ROxford5k" in answer.output
 
 
 # Models
 
 
 def test_what_is_no_model_is_refused_with_the_three_things_that_are(evaluate: Any, tmp_path: Path) -> None:
-    expected = ["is no model", "the folder of a massl run", "a weights file", "timm.list_models()"]
+    expected = ["run", "weights file", "timm.list_models()"]
     _assert_refused(evaluate("knn", model=tmp_path / "nowhere"), *expected)
     _assert_refused(evaluate("knn", model="vit_smal_patch16_224"), "Did you mean 'vit_small_patch16_224'", *expected)
-    _assert_refused(evaluate("knn", model=tmp_path), f"{tmp_path}/backbone.safetensors does not exist")
+    _assert_refused(evaluate("knn", model=tmp_path), f"{tmp_path}/backbone.safetensors")
 
 
 def test_network_without_class_token_is_judged_by_its_pooled_features_only(evaluate: Any, output: Path) -> None:
     size = ["--image_size", "32"]
     _assert_refused(
         evaluate("knn", *size, model="resnet18"),
-        "needs a class token, which resnet18 does not have",
+        "class token",
+        "resnet18",
         "--feature pooled",
     )
     _assert_measured(evaluate("knn", *size, "--feature", "pooled", model="resnet18"))
@@ -455,10 +441,7 @@ def test_network_without_class_token_is_judged_by_its_pooled_features_only(evalu
 
 
 def test_size_that_is_no_multiple_of_the_patch_is_refused(evaluate: Any) -> None:
-    _assert_refused(
-        evaluate("knn", "--image_size", "18"),
-        "image_size 18 is no multiple of the model's patch of 4 px; choose 16 or 20",
-    )
+    _assert_refused(evaluate("knn", "--image_size", "18"), "image_size 18", "16 or 20")
 
 
 class _Malicious:
@@ -474,12 +457,12 @@ def test_pickles_that_would_run_code_are_refused(
 ) -> None:
     weights = tmp_path / "weights.pth"
     torch.save({"state_dict": _Malicious(tmp_path / "run by weights")}, weights)
-    _assert_refused(evaluate("knn", model=weights), "opening it could run foreign code: refused")
+    _assert_refused(evaluate("knn", model=weights), str(weights))
     folder = tmp_path / "roxford5k"
     (folder / "jpg").mkdir(parents=True)
     (folder / "gnd_roxford5k.pkl").write_bytes(pickle.dumps(_Malicious(tmp_path / "run by truth")))
     answer = massl_here("evaluate", run, "--protocol", "retrieval", "--folder", folder, "--output", output)
-    _assert_refused(answer, "which no ground truth needs; such a file could run any program, and is not read")
+    _assert_refused(answer, "gnd_roxford5k.pkl")
     assert not list(tmp_path.glob("run by*"))
 
 
@@ -488,23 +471,19 @@ def test_pickles_that_would_run_code_are_refused(
 
 def test_classes_that_do_not_agree_are_refused(evaluate: Any, train: Path, test: Path, tmp_path: Path) -> None:
     fewer = _save(tmp_path / "fewer.npz", NUM_TEST, seed=2, labels=np.arange(NUM_TEST) % 3)
-    _assert_refused(
-        evaluate("knn", images=(train, fewer)), f"{train} has 4 classes, {fewer} has 3; both must have the same ones"
-    )
+    _assert_refused(evaluate("knn", images=(train, fewer)), f"{train} has 4 classes", f"{fewer} has 3")
     gap = _save(tmp_path / "gap.npz", NUM_TRAIN, seed=1, labels=np.arange(NUM_TRAIN) % 2 * 3)
     for protocol in ("knn", "logreg", "linear"):
         answer = evaluate(protocol, "--feature", "cls", images=(gap, test))
-        _assert_refused(answer, f"{gap} has no image of 2 of its 4 classes (1, 2); add some")
+        _assert_refused(answer, str(gap), "(1, 2)")
 
 
 def test_images_without_labels_are_refused_where_labels_are_needed(evaluate: Any, make_folder: Any, test: Path) -> None:
     photos = make_folder("photos", 6)
     for protocol in ("knn", "logreg"):
-        _assert_refused(
-            evaluate(protocol, images=(photos, test)), "photos has no labels; this protocol needs class folders"
-        )
+        _assert_refused(evaluate(protocol, images=(photos, test)), "photos has no labels")
     _assert_refused(evaluate("clustering", images=(test, photos)), "photos has no labels")
-    _assert_refused(evaluate("knn", images=(test.with_name("nowhere"), test)), "nowhere is not there")
+    _assert_refused(evaluate("knn", images=(test.with_name("nowhere"), test)), "nowhere")
 
 
 def test_image_that_cannot_be_read_is_named(evaluate: Any, make_folder: Any, output: Path) -> None:
@@ -513,9 +492,7 @@ def test_image_that_cannot_be_read_is_named(evaluate: Any, make_folder: Any, out
     for number in (3, 5):  # a single one is already too many
         broken = photos / "class1" / f"{number:03d}.png"
         broken.write_bytes(broken.read_bytes()[:200])
-        _assert_refused(
-            evaluate("knn", images=(photos, photos)), "class1/003.png", "cannot be read", "repair or remove"
-        )
+        _assert_refused(evaluate("knn", images=(photos, photos)), "class1/003.png")
 
 
 def _landmarks(folder: Path) -> Path:
@@ -565,11 +542,11 @@ def test_missing_folder_and_damaged_ground_truth_are_refused(
     answer = massl_here(
         "evaluate", run, "--protocol", "retrieval", "--folder", tmp_path / "nowhere", "--output", output
     )
-    _assert_refused(answer, f"retrieval: there is no folder {tmp_path}/nowhere; --folder names the data set")
+    _assert_refused(answer, "retrieval", f"{tmp_path}/nowhere", "--folder")
     truth = _landmarks(tmp_path / "roxford5k") / "gnd_roxford5k.pkl"
     truth.write_bytes(truth.read_bytes()[:-30])
     answer = massl_here("evaluate", run, "--protocol", "retrieval", "--folder", truth.parent, "--output", output)
-    _assert_refused(answer, f"{truth} is no pickle, or a damaged one", "site of the revisitop benchmark")
+    _assert_refused(answer, str(truth), "revisitop")
 
 
 # Output
@@ -579,15 +556,9 @@ def test_output_where_nothing_can_be_written_is_refused_before_the_work(
     evaluate: Any, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    _assert_refused(
-        evaluate("knn", "--output", tmp_path / "file" / "out"),
-        "cannot make the folder",
-        "name another place with --output",
-    )
+    _assert_refused(evaluate("knn", "--output", tmp_path / "file" / "out"), f"{tmp_path}/file/out", "--output")
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # permissions do not stop an administrator
-    _assert_refused(
-        evaluate("knn"), f"nothing may be written in {output}; change its permissions or name another place"
-    )
+    _assert_refused(evaluate("knn"), str(output), "permissions")
     assert not list(output.iterdir())
 
 
@@ -599,9 +570,7 @@ def test_damaged_line_of_the_results_is_named_and_half_a_last_line_is_not(evalua
     _assert_measured(evaluate("logreg"))
     assert len(_rows(output)) == 6 + 2
     path.write_text("half a li\n" + whole)
-    _assert_refused(
-        evaluate("knn"), f"{path}, line 1 is no result of massl (it is not JSON); correct or delete the line"
-    )
+    _assert_refused(evaluate("knn"), f"{path}, line 1", "JSON")
     assert path.read_text() == "half a li\n" + whole
 
 

@@ -1,4 +1,4 @@
-"""Every method learns: on noisy stripes its features come to tell six directions apart, and its loss does not run away."""
+"""Every method learns to tell six directions of noisy stripes apart, and its loss does not run away."""
 
 from pathlib import Path
 from typing import Any

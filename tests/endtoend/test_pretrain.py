@@ -21,7 +21,7 @@ PROBE_KEYS = {"knn_top1", "effective_rank", "embedding_spread", "teacher_entropy
 
 @pytest.fixture
 def pretrain(recipe: Path, archive: Path, tmp_path: Path) -> Callable[..., Path]:
-    """pretrain("name", {"trainer.max_steps": 2}): the tiny recipe, without probes unless asked for, into tmp_path/name."""
+    """pretrain("name", {"trainer.max_steps": 2}): the tiny recipe, by default without probes, into tmp_path/name."""
 
     def run(name: str, overrides: dict[str, Any], *, source: Path | str = archive) -> Path:
         result = massl.pretrain(
@@ -241,10 +241,8 @@ def test_collapse_is_warned_of_once_training_has_settled(pretrain: Any, capfd: p
     # A tiny network that contracts at once: its loss is that of random guessing from the second epoch on.
     pretrain("run", {"trainer.max_steps": 12, "probes.every_epochs": 1})  # probes at 0, 6 (too early to judge) and 12
     loss_warning, *_ = warnings = _collapse_warnings(capfd.readouterr().err)
-    assert (
-        loss_warning
-        == "the loss 2.079 is that of random guessing over a block (ln 8 = 2.079). See docs/troubleshooting.md."
-    )
+    assert "ln 8 = 2.079" in loss_warning
+    assert "docs/troubleshooting.md" in loss_warning
     assert len(warnings) == len(set(warnings))
 
 

@@ -95,12 +95,10 @@ def test_a_large_page_says_how_it_gets_smaller(
 ) -> None:
     monkeypatch.setattr(command, "_LARGE_MIB", 0.001)
     answer = massl_here("report", copy_of("a"), "--output", tmp_path / "a.html", "--no-figures")
-    assert "a large page" in answer.text
+    assert "large page" in answer.text
     page_of(answer)
     monkeypatch.undo()
-    assert (
-        "large page" not in massl_here("report", copy_of("b"), "--output", tmp_path / "b.html", "--no-figures").text
-    )
+    assert "large page" not in massl_here("report", copy_of("b"), "--output", tmp_path / "b.html", "--no-figures").text
 
 
 def test_data_that_are_gone_cost_the_pictures_but_not_the_page(run: Path, tmp_path: Path, massl_here: Massl) -> None:
@@ -177,7 +175,7 @@ def test_an_ablation_alone_makes_a_page(tmp_path: Path, massl_here: Massl) -> No
     ("arguments", "said"),
     [
         (["nowhere"], "nowhere"),
-        (["photos"], "photos holds no recipe.yaml"),
+        (["photos"], "recipe.yaml"),
         (["tiny", "tiny"], "twice"),
     ],
 )
@@ -197,7 +195,7 @@ def test_no_runs_and_no_output_are_refused_with_advice(run: Path, tmp_path: Path
         report([], output=tmp_path / "r.html")
     answer = massl_here("report", run, "--output", tmp_path)
     assert answer.status == 1
-    assert "is a folder" in answer.text
+    assert str(tmp_path) in answer.text
     assert massl_here("report", run).status == 2
 
 
@@ -241,7 +239,7 @@ def test_a_file_that_is_no_page_is_not_replaced(copy_of: Callable[[str], Path], 
     before = file.read_bytes()
     answer = massl_here("report", file.parent, "--output", file)
     assert answer.status == 1
-    assert f"{name} exists and is no HTML page" in answer.text
+    assert name in answer.text
     assert file.read_bytes() == before
     assert not list(file.parent.glob(".*.partial"))
 
@@ -263,7 +261,7 @@ def test_something_that_is_no_plain_file_is_refused(
     os.mkfifo(tmp_path / "pipe")
     answer = massl_here("report", copy_of("bare"), "--output", tmp_path / "pipe")
     assert answer.status == 1
-    assert "is not a regular file" in answer.text
+    assert f"{tmp_path}/pipe" in answer.text
 
 
 @pytest.mark.parametrize("file", ["n" * 300, "/proc/report.html"], ids=["too long", "proc"])
@@ -287,7 +285,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing_behind(
     monkeypatch.setattr(Path, "replace", refuse)
     answer = massl_here("report", bare, "--output", tmp_path / "new/r.html")
     assert answer.status == 1
-    assert "r.html (No space left on device)" in answer.text
+    assert "No space left on device" in answer.text
     assert list((tmp_path / "new").iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""A run that is stopped, by whatever and wherever, and started again ends as if it had never been stopped: bit for bit."""
+"""A run that is stopped anywhere and started again ends bit for bit as if it had never been stopped."""
 
 import os
 import random
@@ -120,8 +120,8 @@ def test_checkpoint_damaged_on_the_disk_is_named_and_the_one_before_it_taken(
     newest.write_bytes(newest.read_bytes()[:1000])
     answer = server.run(*command(run))
     assert answer.status == 0
-    assert f"warning: cannot read the checkpoint {newest}" in answer.text
-    assert "continuing at step 8 of 24" in answer.text
+    assert str(newest) in answer.text
+    assert "step 8 of 24" in answer.text
     runs.assert_bitwise_equal(run, uninterrupted)
 
 
@@ -137,13 +137,13 @@ def test_signal_saves_a_checkpoint_at_once_and_the_same_command_continues(
     stopped = runs.state(run)["step"]
     assert 5 <= stopped < NUM_STEPS
     assert answer.status == status
-    assert f"stopped at step {stopped} of 24; a checkpoint is saved, the same command continues" in answer.text
+    assert f"step {stopped} of 24" in answer.text
     assert "Traceback" not in answer.text
     assert "ResourceWarning" not in answer.text
     assert len(_lines(run)) == stopped + 1
     answer = server.run(*command(run))
     assert answer.status == 0
-    assert f"continuing at step {stopped} of 24" in answer.text
+    assert f"step {stopped} of 24" in answer.text
     runs.assert_bitwise_equal(run, uninterrupted)
 
 
@@ -162,10 +162,10 @@ def test_longer_max_steps_continues_a_run(
     run = tmp_path / "run"
     answer = server.run(*command(run), "--trainer.max_steps", "5")
     assert answer.status == 0
-    assert "finished: 5 of 24 steps" in answer.text
+    assert "5 of 24 steps" in answer.text
     answer = server.run(*command(run), "--trainer.max_steps", "13")
     assert answer.status == 0
-    assert "continuing at step 5 of 13" in answer.text
+    assert "step 5 of 13" in answer.text
     assert runs.state(run)["step"] == 13
     answer = server.run(*command(run), "--trainer.max_steps", "None")
     assert answer.status == 0
@@ -185,7 +185,7 @@ def test_finished_run_says_so_and_is_not_trained_again(command: Any, server: Any
     before = {name: ((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in kept}
     answer = server.run(*command(run), "--trainer.max_steps", "5")
     assert answer.status == 0
-    assert "finished: 5 of 24 steps" in answer.text
+    assert "5 of 24 steps" in answer.text
     assert "step 1/" not in answer.text
     assert {name: ((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in kept} == before
 
@@ -198,9 +198,7 @@ def test_run_of_another_recipe_is_refused_and_the_difference_named(command: Any,
         *command(run), "--trainer.max_steps", "2", "--optimizer.learning_rate", "0.5", "--method.memory.num_rows", "40"
     )
     assert answer.status == 1
-    assert (
-        "holds a run of another recipe: method.memory.num_rows was 32, now 40; optimizer.learning_rate was 0.01, now 0.5"
-        in answer.text
-    )
+    assert "method.memory.num_rows was 32, now 40" in answer.text
+    assert "optimizer.learning_rate was 0.01, now 0.5" in answer.text
     assert "Traceback" not in answer.text
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before

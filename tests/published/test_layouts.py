@@ -134,7 +134,7 @@ def test_a_copy_with_a_file_missing_is_told_by_the_name_of_the_file(published: P
     shutil.copytree(published.root / "oxford-iiit-pet", tmp_path / "oxford-iiit-pet")
     assert missing_data("Pets", tmp_path) is None
     (tmp_path / "oxford-iiit-pet" / "annotations" / "test.txt").unlink()
-    with pytest.raises(DataError, match=f"expected {tmp_path}/oxford-iiit-pet/annotations/test.txt. To get it"):
+    with pytest.raises(DataError, match=f"{tmp_path}/oxford-iiit-pet/annotations/test.txt"):
         open_data("Pets", tmp_path, output=tmp_path)
     assert missing_data("Pets", tmp_path, parts=("train",)) is None
 

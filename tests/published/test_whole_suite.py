@@ -55,7 +55,9 @@ def test_every_evaluation_of_the_paper_gives_numbers(result: EvaluateResult) -> 
     assert {(row.protocol, row.data) for row in result.rows} == {(entry.protocol, entry.data) for entry in PAPER_SUITE}
     assert {row.architecture for row in result.rows} == {"ViT-S/16"}
     for row in result.rows:
-        assert 0 <= row.value <= 100 or row.metric in ("AMI", "ARI", "top1 gap") or "gap" in str(row.setting).lower(), row
+        assert 0 <= row.value <= 100 or row.metric in ("AMI", "ARI", "top1 gap") or "gap" in str(row.setting).lower(), (
+            row
+        )
 
 
 def test_results_are_kept_with_all_that_made_them(result: EvaluateResult, output: Path) -> None:
