@@ -19,7 +19,7 @@ from massl.data.order import EpochOrder
 from massl.data.sources import open_source
 from massl.data.views import ViewBatch, ViewSettings
 from massl.evaluations.named_features import read_feature
-from massl.methods import METHODS, SETTINGS
+from massl.methods import METHODS, build_method
 from massl.methods.base import MethodSettings
 from massl.methods.massl import MaSSLSettings
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
@@ -82,9 +82,8 @@ class Training:
             }
         )
         method_settings = _method_settings(spec)
-        method = METHODS[spec.method](
-            method_settings, BackboneSettings(name=spec.model, drop_path_rate=spec.drop_path), seed=_SEED
-        )
+        backbone = BackboneSettings(name=spec.model, drop_path_rate=spec.drop_path)
+        method = build_method(method_settings, backbone, seed=_SEED)
         # So long that no schedule ends: rates and temperatures are those of an early step of a real run.
         self._schedules = Schedules(
             optimizer=OptimizerSettings(),
@@ -129,7 +128,7 @@ class Training:
 def _method_settings(spec: StepSpec) -> MethodSettings:
     if spec.method == "massl":
         return MaSSLSettings(memory=MemorySettings(num_rows=spec.num_rows, block_size=spec.block_size))
-    settings: type[MethodSettings] = SETTINGS[spec.method]
+    settings = METHODS[spec.method].settings
     return settings.model_validate(
         {"prototypes": {"num_prototypes": spec.num_rows}} if "prototypes" in settings.model_fields else {}
     )

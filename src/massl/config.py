@@ -21,7 +21,7 @@ SettingsType = TypeVar("SettingsType", bound="Settings")
 
 
 class MasslError(Exception):
-    """Something the user can mend; the message says how. Anything else that escapes is a bug of massl's."""
+    """An error the user can mend; the message says how. Any other exception that escapes is a bug in massl."""
 
 
 class UsageError(MasslError):
@@ -67,19 +67,14 @@ def explain(error: ValidationError, settings_type: type[Settings] | None = None)
 
 
 def _without_choices(location: tuple[int | str, ...], settings_type: type[Settings] | None) -> tuple[int | str, ...]:
-    """The keys as they stand in a recipe: where settings are one of several, pydantic adds which, method.massl.head for
-    method.head.
-    """
+    """The key as in a recipe: for a union of settings pydantic inserts which one, method.massl.head for method.head."""
     if settings_type is None or not location or location[0] not in settings_type.model_fields:
         return location
     key, *rest = location
     annotation = settings_type.model_fields[str(key)].annotation
-    if (
-        rest
-        and sum(isinstance(option, type) and issubclass(option, Settings) for option in typing.get_args(annotation)) > 1
-    ):
-        rest = rest[1:]
-    return (key, *rest)
+    options = [option for option in typing.get_args(annotation) if isinstance(option, type)]
+    is_union = sum(issubclass(option, Settings) for option in options) > 1
+    return (key, *(rest[1:] if is_union else rest))
 
 
 def _unknown_keys(settings_type: type[Settings], values: Mapping[str, Any], prefix: str) -> list[str]:
@@ -96,7 +91,7 @@ def _unknown_keys(settings_type: type[Settings], values: Mapping[str, Any], pref
 
 
 def _nested_settings(annotation: Any, values: Mapping[str, Any]) -> type[Settings] | None:
-    """The settings that `values` are for; of several, those whose default name is the one given, or the first."""
+    """The settings class for `values`; in a union the one whose default name is given, or the first."""
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     fitting = [option for option in options if isinstance(option, type) and issubclass(option, Settings)]
     named = [
@@ -132,7 +127,7 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with those of `changes` over them, section by section: overlay({"a": {"x": 1, "y": 2}}, {"a": {"x": 3}})."""
+    """Values overwritten by `changes`, section by section: overlay({"a": {"x": 1, "y": 2}}, {"a": {"x": 3}})."""
     merged: dict[str, Any] = json.loads(json.dumps(values))
     for key, value in changes.items():
         own = merged.get(key)
@@ -140,25 +135,16 @@ def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     return merged
 
 
-def flatten(settings: Settings | Mapping[str, Any]) -> dict[str, Any]:
+def flatten(values: Settings | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> plain value, the form in which two recipes are compared."""
     flat: dict[str, Any] = {}
-
-    def visit(values: Mapping[str, Any], prefix: str) -> None:
-        for key, value in values.items():
-            if isinstance(value, Mapping):
-                visit(value, f"{prefix}{key}.")
-            else:
-                flat[prefix + str(key)] = value
-
-    visit(settings.model_dump(mode="json") if isinstance(settings, Settings) else settings, "")
+    for key, value in (values.model_dump(mode="json") if isinstance(values, Settings) else values).items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat
 
 
 def changed(settings: Settings, *, besides: typing.Collection[str] = ()) -> list[str]:
-    """Values that are not the default ones, in words: "temperature 0.1"; keys whose last part is in `besides` are left
-    out.
-    """
+    """Values that differ from their defaults, in words: "temperature 0.1". Keys that end in `besides` are omitted."""
     defaults = flatten(type(settings)())
     return [
         f"{key.rpartition('.')[2].replace('_', ' ')} {_in_words(value)}"

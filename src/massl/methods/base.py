@@ -96,7 +96,7 @@ def combine(outputs: Sequence[StepOutput]) -> StepOutput:
 
 
 class Method(nn.Module, ABC):
-    """One training method, built by `METHODS[name](settings, backbone_settings, seed=seed)`.
+    """One training method, built by `methods.build_method`.
 
     `forward` changes no state; teacher and memory change only in `after_step`.
     """

@@ -17,6 +17,7 @@ from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from threading import Thread
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,8 +47,9 @@ class _Chunks(Dataset[Chunk]):
         results = [self._reader.read_or_replace(index) for index in indices]
         images = [image.pixels for image, _ in results if image is not None and isinstance(image.pixels, Tensor)]
         # Allocated as shared memory, so that sending it copies nothing, as in torch's default_collate.
-        storage = torch.UntypedStorage._new_shared(max(1, sum(image.numel() for image in images)))
-        pixels = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        num_bytes = max(1, sum(image.numel() for image in images))
+        storage = torch.UntypedStorage._new_shared(num_bytes)  # type: ignore[no-untyped-call]
+        pixels = torch.empty(0, dtype=torch.uint8).set_(storage)
         start = 0
         for image in images:
             pixels[start : start + image.numel()].view(image.shape).copy_(image)
@@ -214,5 +216,5 @@ def _results(chunk: Chunk) -> Iterator[tuple[int, ReadResult]]:
         start = end
 
 
-def _unchanged(chunk: Chunk) -> Chunk:
+def _unchanged(chunk: Any) -> Any:
     return chunk

@@ -195,7 +195,7 @@ def test_an_error_in_a_worker_reaches_the_caller_and_so_does_a_workers_death(
             os.kill(pid, signal.SIGTERM)
         assert len(loader.at(10).labels) == 20
         os.kill(worker_pids(loader)[0], signal.SIGKILL)
-        with pytest.raises(DataError, match="data.num_workers"):
+        with pytest.raises(DataError, match=r"data\.num_workers"):
             all(loader.at(step) for step in range(20, 1000))
 
 
