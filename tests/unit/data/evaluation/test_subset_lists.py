@@ -90,8 +90,8 @@ def test_a_list_of_paths_and_labels_becomes_a_source_in_its_order(root: Path) ->
         ("train/n01/n01_1.JPEG -1\n", "line 1.* whole number"),
         ("train/n01/n01_1.JPEG one\n", "line 1"),
         ("7\n", "line 1: '7' is not of the form"),
-        ("train/n01/n01_1.JPEG 3\n", "label 3 is none of the 3 classes"),
-        ("train/n01/n01_1.JPEG 0\ntrain/n01/gone.JPEG 0\n", "1 of 2 listed images are not there"),
+        ("train/n01/n01_1.JPEG 3\n", "label 3 is not among the 3 classes"),
+        ("train/n01/n01_1.JPEG 0\ntrain/n01/gone.JPEG 0\n", "1 of 2 listed images"),
     ],
 )
 def test_lines_without_path_and_label_are_refused_with_their_number(root: Path, text: str, message: str) -> None:
