@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from massl.data.evaluation import ground_truth
 from massl.data.evaluation.ground_truth import read_ground_truth
 from massl.data.sources.base import DataError
 
@@ -134,7 +135,65 @@ def test_nothing_but_the_few_names_of_arrays_is_looked_up(tmp_path: Path, value:
 def test_the_bytes_of_an_array_are_not_decoded_by_a_codec_that_the_file_chooses(tmp_path: Path) -> None:
     path = write(tmp_path / "gnd_x.pkl", content())
     path.write_bytes(path.read_bytes().replace(b"\x06\x00\x00\x00latin1", b"\x05\x00\x00\x00rot13"))
-    with pytest.raises(DataError, match="instead of the bytes of an array"):
+    with pytest.raises(DataError, match=r"codec .*rot13"):
+        read_ground_truth(path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        RunsProgram(np._core.multiarray._reconstruct, RunsProgram(os.system, "true"), (0,), b"b"),  # type: ignore[attr-defined]
+        RunsProgram(np.dtype, RunsProgram(eval, "'f8'")),
+        [[{"deep": (RunsProgram(exec, "1"),)}]],
+        {RunsProgram(eval, "'key'"): 1},
+    ],
+)
+def test_a_program_inside_an_accepted_call_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(DataError, match="asks for"):
+        read_ground_truth(write(tmp_path / "gnd_x.pkl", {**content(), "more": value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        (b"c_codecs\nencode\n", b"(N}X\x0c\x00\x00\x00__defaults__N\x86t"),  # the state (None, {...}) sets attributes
+        (b"cnumpy\ndtype\n", b"}X\x08\x00\x00\x00elementsNs"),
+        (b"cnumpy\nndarray\n", b"}X\x0c\x00\x00\x00__setstate__Ns"),
+    ],
+)
+def test_an_accepted_function_cannot_be_changed(tmp_path: Path, name: bytes, state: bytes) -> None:
+    path = tmp_path / "gnd_x.pkl"
+    path.write_bytes(pickle.PROTO + b"\x02" + name + state + pickle.BUILD + pickle.STOP)
+    with pytest.raises(DataError):
+        read_ground_truth(path)
+    assert_is_the_content(write(path, content()))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Pposix.system\n",  # a persistent id
+        b"\x82\x01",  # an extension code
+        b"cbuiltins\ngetattr\n(cnumpy\ndtype\nX\x08\x00\x00\x00__init__tR",
+        b"\x8c\x05numpy\x8c\x0edtype.__init__\x93",  # a dotted name
+        b"\x8c\x05numpy\x8c\x0fdtype.__class__\x93",
+        b"cnumpy\ndtype.__class__\n",
+        b"(inumpy.core.multiarray\nscalar\n",  # calls without arguments
+        b"cnumpy\ndtype\n)\x81",  # __new__ of what is no class
+        b"N)R",  # calls None
+    ],
+)
+def test_other_ways_to_call_something_are_refused(tmp_path: Path, body: bytes) -> None:
+    path = tmp_path / "gnd_x.pkl"
+    path.write_bytes(pickle.PROTO + b"\x04" + body + pickle.STOP)
+    with pytest.raises(DataError):
+        read_ground_truth(path)
+
+
+def test_a_larger_file_than_any_ground_truth_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "gnd_x.pkl", content())
+    monkeypatch.setattr(ground_truth, "_MAX_BYTES", 100)
+    with pytest.raises(DataError, match="more than 100 bytes"):
         read_ground_truth(path)
 
 
@@ -198,14 +257,14 @@ def test_a_missing_file_is_named_with_where_to_get_it(tmp_path: Path) -> None:
     ("field", "value", "message"),
     [
         ("imlist", [], "imlist is empty"),
-        ("imlist", "abc", "imlist is a value of type str; expected a list"),
-        ("imlist", ["a", "b", 3], "a value of type int where a name is expected"),
-        ("imlist", ["a", "b", "../../secret"], r"'\.\./\.\./secret'; expected names of images in the folder jpg"),
-        ("imlist", ["a", "b", ""], "holds ''"),
+        ("imlist", "abc", "imlist is of type str"),
+        ("imlist", ["a", "b", 3], "type int"),
+        ("imlist", ["a", "b", "../../secret"], r"imlist .*'\.\./\.\./secret'"),
+        ("imlist", ["a", "b", ""], "imlist holds ''"),
         ("qimlist", ["only_one"], "gnd has 2 entries; expected one for each of the 1 names in qimlist"),
         ("gnd", [], "gnd has 0 entries"),
-        ("gnd", {}, "gnd is a value of type dict; expected a list"),
-        ("gnd", [1, 2], "gnd of query_1 holds a value of type int; expected a dictionary of bbx, easy, hard, junk"),
+        ("gnd", {}, "gnd .*dict"),
+        ("gnd", [1, 2], "gnd of query_1 .*bbx, easy, hard, junk"),
     ],
 )
 def test_a_wrong_field_is_named_with_what_was_expected(tmp_path: Path, field: str, value: Any, message: str) -> None:
@@ -218,17 +277,17 @@ def test_a_wrong_field_is_named_with_what_was_expected(tmp_path: Path, field: st
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("bbx", [1, 2, 3], "expected left, top, right and bottom"),
-        ("bbx", [5, 0, 5, 9], "expected left, top, right and bottom"),
-        ("bbx", [0, 9, 5, 9], "expected left, top, right and bottom"),
+        ("bbx", [1, 2, 3], "bbx .*left, top, right"),
+        ("bbx", [5, 0, 5, 9], "bbx .*left, top, right"),
+        ("bbx", [0, 9, 5, 9], "bbx .*left, top, right"),
         ("bbx", [0, 0, 5, float("nan")], "holds nan; expected numbers"),
-        ("bbx", None, "bbx in gnd of query_2 is a value of type NoneType"),
-        ("easy", [3], "easy in gnd of query_2 holds 3; expected positions in imlist, 0 to 2"),
+        ("bbx", None, "bbx in gnd of query_2 .*NoneType"),
+        ("easy", [3], "easy in gnd of query_2 holds 3"),
         ("hard", np.array([-1]), "hard in gnd of query_2 holds -1"),
         ("junk", [0.5], "holds 0.5"),
         ("junk", [10**400], "expected numbers"),
-        ("junk", ["0"], "holds a value of type str; expected numbers"),
-        ("junk", 0, "junk in gnd of query_2 is a value of type int"),
+        ("junk", ["0"], "junk .*'0'; expected numbers"),
+        ("junk", 0, "junk in gnd of query_2 .*int"),
     ],
 )
 def test_a_wrong_field_of_a_query_is_named_with_what_was_expected(
