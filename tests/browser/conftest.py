@@ -39,7 +39,7 @@ def _start() -> Any:
     program = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
     driver = shutil.which("chromedriver")
     if program is None or driver is None:
-        return f"needs {'Chromium' if program is None else 'chromedriver'} on the PATH; install chromium and chromium-driver"
+        return "needs chromium and chromedriver on the PATH; install chromium and chromium-driver"
     try:
         from selenium import webdriver
         from selenium.webdriver.chrome.service import Service

@@ -57,7 +57,8 @@ def dots(browser: Any) -> list[dict[str, Any]]:
         return [...map.querySelectorAll('.fig-dots use')].map((dot, place) => {
           const box = dot.getBoundingClientRect();
           const image = facts.order[place];
-          return {x: box.left + box.width / 2, y: box.top + box.height / 2, key: facts.keys[image], isSeen: box.width > 0,
+          return {x: box.left + box.width / 2, y: box.top + box.height / 2, isSeen: box.width > 0,
+            key: facts.keys[image],
             label: facts.names[facts.labels[image]], guess: facts.names[facts.predictions[image]],
             isOutlined: getComputedStyle(dot).stroke !== 'none'};
         });
@@ -137,7 +138,8 @@ def test_a_tap_chooses_and_a_tap_beside_the_dots_chooses_nothing(browser: Any, p
     point_at(browser, dot, kind="finger")
     assert said(browser)[-1] == dot["key"]
     browser.run(
-        f"document.querySelector('{MAP} .fig-plane svg').dispatchEvent(new MouseEvent('click', {{clientX: -500, clientY: -500}}))"
+        f"document.querySelector('{MAP} .fig-plane svg')"
+        ".dispatchEvent(new MouseEvent('click', {clientX: -500, clientY: -500}))"
     )
     assert said(browser) == ["Point at a dot, tap it, or walk with the arrow keys."]
 
@@ -201,10 +203,14 @@ def test_exactly_the_wrong_dots_are_outlined(opened: Any) -> None:
 
 
 def test_one_selector_changes_the_run_of_all_pictures(opened: Any) -> None:
-    script = "return [...document.querySelectorAll('.fig-panel')].filter((panel) => panel.offsetHeight).map((panel) => panel.dataset.run)"
+    script = (
+        "return [...document.querySelectorAll('.fig-panel')]"
+        ".filter((panel) => panel.offsetHeight).map((panel) => panel.dataset.run)"
+    )
     assert opened.run(script) == ["0"] * 4
     opened.run(
-        "const select = document.querySelector('#neighbours select'); select.value = '1'; select.dispatchEvent(new Event('change'))"
+        "const select = document.querySelector('#neighbours select');"
+        "select.value = '1'; select.dispatchEvent(new Event('change'))"
     )
     assert opened.run(script) == ["1"] * 4
     assert "resnet18 does not have" in opened.run("return document.querySelector('#attention').innerText")
@@ -247,7 +253,10 @@ def test_words_beside_the_map_have_room_at_every_width(browser: Any, page: Path,
 def test_paper_shows_the_maps_of_all_runs_without_what_needs_a_pointer(opened: Any) -> None:
     opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
     try:
-        seen = "return [...document.querySelectorAll(arguments[0])].filter((element) => element.getClientRects().length).length"
+        seen = (
+            "return [...document.querySelectorAll(arguments[0])]"
+            ".filter((element) => element.getClientRects().length).length"
+        )
         assert opened.run(seen, ".fig-plane svg") == 2
         assert opened.run(seen, "#embedding-map h3") == 2
         assert opened.run(seen, ".fig-card, .fig-tools, .fig-runs") == 0

@@ -88,7 +88,8 @@ def test_the_file_is_small(page: Path) -> None:
 def test_columns_are_sorted_by_click_and_by_keyboard(browser: Any, page: Path) -> None:
     browser.open(page)
     values = browser.run(
-        "return [...document.querySelectorAll('#results th')].findIndex(heading => heading.innerText.startsWith('value'))"
+        "return [...document.querySelectorAll('#results th')]"
+        ".findIndex(heading => heading.innerText.startsWith('value'))"
     )
     heading = f"#results th:nth-child({values + 1})"
     browser.press(f"{heading} button")
@@ -178,10 +179,14 @@ def test_pointing_at_a_chart_reads_the_nearest_point_of_each_run(browser: Any, p
 def test_static_and_drawn_charts_agree(browser: Any, page: Path) -> None:
     """What readers without scripts see stands in the file; at its width the script draws the same line."""
     browser.open(page)
-    lines = "return [...arguments[0].querySelectorAll('[data-chart=loss] polyline')].map(line => line.getAttribute('points'))"
+    lines = (
+        "return [...arguments[0].querySelectorAll('[data-chart=loss] polyline')]"
+        ".map(line => line.getAttribute('points'))"
+    )
     drawn = browser.run(lines.replace("arguments[0]", "document"))
     static = browser.run(
-        f"const page = new DOMParser().parseFromString(arguments[0], 'text/html'); return (function () {{ {lines} }})(page)",
+        "const page = new DOMParser().parseFromString(arguments[0], 'text/html');"
+        f"return (function () {{ {lines} }})(page)",
         page.read_text(),
     )
     assert [len(line.split()) for line in static] == [len(line.split()) for line in drawn] == [11, 11]
@@ -201,7 +206,9 @@ def test_pictures_are_not_blank(browser: Any, page: Path) -> None:
             pen.drawImage(image, 0, 0);
             const pixels = pen.getImageData(0, 0, canvas.width, canvas.height).data;
             let low = 255, high = 0;
-            for (let at = 0; at < pixels.length; at += 4) { low = Math.min(low, pixels[at]); high = Math.max(high, pixels[at]); }
+            for (let at = 0; at < pixels.length; at += 4) {
+                low = Math.min(low, pixels[at]); high = Math.max(high, pixels[at]);
+            }
             return high - low;
         })"""
     )
@@ -225,7 +232,8 @@ def test_a_telephone_shows_the_accuracy_first_and_that_there_is_more(browser: An
     browser.run("document.querySelector('#summary .table-box').scrollIntoView({block: 'center'})")
     headings = browser.run(
         "const box = document.querySelector('#summary .table-box'), edge = box.getBoundingClientRect().right;"
-        "return [...box.querySelectorAll('th')].filter(one => one.getBoundingClientRect().right <= edge).map(one => one.textContent)"
+        "return [...box.querySelectorAll('th')]"
+        ".filter(one => one.getBoundingClientRect().right <= edge).map(one => one.textContent)"
     )
     assert headings[:2] == ["run", "k-NN last, %"]
     assert browser.run("return document.querySelector('#summary .unlike').open")
@@ -239,7 +247,8 @@ def test_a_telephone_shows_the_accuracy_first_and_that_there_is_more(browser: An
 def edges_of(browser: Any, selector: str) -> tuple[int, int]:
     """How light the left and right edge of a box are, near its lower end, where no text stands."""
     box = browser.run(
-        "const {left, right, bottom} = document.querySelector(arguments[0]).getBoundingClientRect(); return {left, right, bottom}",
+        "const {left, right, bottom} = document.querySelector(arguments[0]).getBoundingClientRect();"
+        "return {left, right, bottom}",
         selector,
     )
     picture = Image.open(io.BytesIO(browser.driver.get_screenshot_as_png())).convert("L")
@@ -386,7 +395,8 @@ def test_many_runs_of_long_names_fit_a_telephone(browser: Any, tmp_path: Path, w
     assert browser.run("return document.documentElement.scrollWidth") <= 360
     assert browser.run("return document.querySelector('.bar').offsetHeight") < 200
     dashes = browser.run(
-        "return [...document.querySelectorAll('[data-chart=loss] .series')].map(line => line.getAttribute('stroke-dasharray'))"
+        "return [...document.querySelectorAll('[data-chart=loss] .series')]"
+        ".map(line => line.getAttribute('stroke-dasharray'))"
     )
     assert dashes == [None] * 6 + ["6 4"] * 2  # whose colours are those of the first two
 
