@@ -22,13 +22,16 @@ from massl.evaluations.named_features import read_feature
 from massl.methods import METHODS, build_method
 from massl.methods.base import MethodSettings
 from massl.methods.massl import MaSSLSettings
+from massl.nn import ema
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.memory import MemoryBank, MemorySettings
+from massl.ops import kernel_fit
 from massl.ops.image_ops import RaggedImages, normalise
 from massl.ops.memory_attention import memory_loss
 from massl.ops.scoring.kmeans import spherical_kmeans
 from massl.ops.scoring.linear_heads import matrix_products, new_heads, sgd_step_
 from massl.ops.scoring.neighbours import cosine_topk
+from massl.training import optimizers
 from massl.training.environment import describe_environment
 from massl.training.optimizers import OptimizerSettings
 from massl.training.run_folder import RunFolder
@@ -295,3 +298,19 @@ def clusters(rows: Tensor, *, num_clusters: int, num_iterations: int, num_restar
         num_restarts=num_restarts,
         key=("benchmark", _SEED),
     ).objectives[-1]
+
+
+@contextmanager
+def update_by(name: Literal["kernels", "torch"]) -> Iterator[None]:
+    """Whether steps inside update weights and teacher by massl's kernels or by torch's fused and foreach functions."""
+    before = kernel_fit.fits_update_kernels
+
+    def never(_: object) -> bool:
+        return False
+
+    chosen = before if name == "kernels" else never
+    ema.fits_update_kernels = optimizers.fits_update_kernels = chosen
+    try:
+        yield
+    finally:
+        ema.fits_update_kernels = optimizers.fits_update_kernels = before

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from massl.ops.tensor_lists import fit_update_kernels
+from massl.ops.kernel_fit import fits_update_kernels
 
 
 @torch.no_grad()  # otherwise the teacher would join the graph, which would grow with every step
@@ -12,7 +12,7 @@ def move_towards(teacher: nn.Module, student: nn.Module, *, momentum: float | Te
     teacher_parameters: list[Tensor] = list(teacher.parameters())
     student_parameters: list[Tensor] = list(student.parameters())
     have_same_shapes = [one.shape for one in teacher_parameters] == [one.shape for one in student_parameters]
-    if have_same_shapes and fit_update_kernels([*teacher_parameters, *student_parameters]):
+    if have_same_shapes and fits_update_kernels([*teacher_parameters, *student_parameters]):
         from massl.ops.kernels.update import move_towards_  # needs Triton, which requires CUDA
 
         move_towards_(teacher_parameters, student_parameters, momentum)

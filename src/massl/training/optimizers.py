@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from massl.config import Settings
 from massl.methods.base import StepHyper
-from massl.ops.tensor_lists import fit_update_kernels
+from massl.ops.kernel_fit import fits_update_kernels
 
 _TOKENS = ("cls_token", "pos_embed", "reg_token", "mask_token")
 
@@ -112,7 +112,7 @@ class DecayedAdamW(PortableState, AdamW):
         gradients = [parameter.grad for parameter in parameters]
         states = [self.state[parameter] for parameter in parameters if self.state[parameter]]
         averages = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
-        if fit_update_kernels([*parameters, *gradients, *averages]):
+        if fits_update_kernels([*parameters, *gradients, *averages]):
             self._step_by_kernel(parameters, gradients, [decays for _, decays in pairs])
             return
         clip_each_gradient(parameters, self._clip_norm)

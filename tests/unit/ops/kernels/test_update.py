@@ -192,7 +192,7 @@ def steps_by_torch_and_by_device(
                 parameter.grad = torch.empty_like(parameter).copy_(gradient)  # laid out as the parameter is
             if monkeypatch is not None:
                 monkeypatch.setattr(
-                    optimizer_module, "fit_update_kernels", lambda _, by_kernel=module is not on_cpu: by_kernel
+                    optimizer_module, "fits_update_kernels", lambda _, by_kernel=module is not on_cpu: by_kernel
                 )
             optimizer.set_hyper(hyper)
             optimizer.step()

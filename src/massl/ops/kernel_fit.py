@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def fit_update_kernels(tensors: Sequence[Tensor]) -> bool:
+def fits_update_kernels(tensors: Sequence[Tensor]) -> bool:
     """Contiguous float32, all on one GPU."""
     if not tensors or not tensors[0].is_cuda:
         return False
