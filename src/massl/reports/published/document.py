@@ -1,11 +1,10 @@
-"""How the TOML files of published numbers are read: strict models whose notes are given by name."""
+"""How the TOML files of published numbers are read and checked."""
 
 import tomllib
-from collections.abc import Mapping
 from importlib import resources
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 
 class Published(BaseModel):
@@ -20,15 +19,7 @@ def _with_decimals(value: object) -> object:
     return value
 
 
-def _note_of_that_name(name: str, info: ValidationInfo) -> str:
-    notes: Mapping[str, str] = info.context or {}
-    if name not in notes:
-        raise ValueError(f"[notes] has no {name}")
-    return notes[name]
-
-
 Number = Annotated[float, BeforeValidator(_with_decimals)]
-Note = Annotated[str, AfterValidator(_note_of_that_name)]  # the file gives its name, the model holds its text
 Document = TypeVar("Document", bound=Published)
 
 
@@ -40,6 +31,6 @@ def read_document(document_type: type[Document], file: str) -> Document:
 def parse_document(document_type: type[Document], plain: dict[str, Any]) -> Document:
     """AssertionError for a wrong document: these files are part of the package, so a mistake in one is a bug."""
     try:
-        return document_type.model_validate(plain, context=plain["notes"])
-    except (ValidationError, KeyError) as error:
+        return document_type.model_validate(plain)
+    except (ValidationError, KeyError) as error:  # KeyError: a name that the file does not define
         raise AssertionError(f"{document_type.__name__}: {error}") from None

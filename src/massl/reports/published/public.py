@@ -1,14 +1,13 @@
 """Tables that other projects publish, with the rules they were measured by, and our results as rows among theirs."""
 
 import datetime
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cache
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Strict, model_validator
 
-from massl.reports.published.document import Note, Number, Published, read_document
+from massl.reports.published.document import Number, Published, read_document
 
 
 class Rules(Published):
@@ -56,7 +55,13 @@ class PublicRow(Published):
     method: str
     rules: Rules  # the table's, with this row's exceptions
     values: tuple[Number | None, ...]  # one per column; None where the source prints none
-    notes: tuple[Note, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """What its table is ranked by."""
+        assert self.values[0] is not None, f"{self.method} has no figure in the first column"
+        return self.values[0]
 
 
 class PublicTable(Published):
@@ -68,27 +73,13 @@ class PublicTable(Published):
     rules: Rules
     columns: tuple[PublicColumn, ...]
     rows: tuple[PublicRow, ...]  # in the source's order
-    notes: tuple[Note, ...]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand(cls, plain: dict[str, Any]) -> dict[str, Any]:
-        return {**plain, "rows": [_expanded_row(row, plain["rules"]) for row in plain["rows"]]}
+    notes: tuple[str, ...]
 
     @model_validator(mode="after")
     def _every_column_has_a_value(self) -> Self:
         short = [row.method for row in self.rows if len(row.values) != len(self.columns)]
         assert not short, f"not one value per column: {', '.join(short)}"
         return self
-
-
-def _expanded_row(plain: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
-    """A row with the rules of its table, apart from its exceptions."""
-    row = dict(plain)
-    own_rules = {key: row.pop(key) for key in ("backbone", "batch_size", "temperature") if key in row}
-    notes = [row.pop("note")] if "note" in row else []
-    values = [None if value == "--" else value for value in row["values"]]
-    return {**row, "rules": {**rules, **own_rules}, "values": values, "notes": notes}
 
 
 class PublicTables(Published):
@@ -102,61 +93,29 @@ class PublicTables(Published):
     @model_validator(mode="before")
     @classmethod
     def _resolve_names(cls, plain: dict[str, Any]) -> dict[str, Any]:
-        """Tables name their source and columns."""
+        """Tables name their source, columns and notes."""
         columns = {name: {"name": name, **column} for name, column in plain["columns"].items()}
+        notes = plain["notes"]
         tables = [
             {
                 **table,
                 "source": plain["sources"][table["source"]],
                 "columns": [columns[name] for name in table["columns"]],
+                "rows": [_expanded_row(row, table["rules"], notes) for row in table["rows"]],
+                "notes": [notes[name] for name in table["notes"]],
             }
             for table in plain["tables"]
         ]
         return {**plain, "columns": columns, "tables": tables}
 
 
-@dataclass(frozen=True, kw_only=True)
-class OurResult:
-    """A result of ours, to be listed in a table."""
-
-    method: str
-    rules: Rules
-    values: Mapping[str, float]  # name of a column -> figure; the first column's must be among them
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankedRow:
-    """A row of a table of theirs and ours."""
-
-    place: int  # 1: best; equal accuracies share a place
-    ours: bool
-    row: PublicRow
-
-
-def with_ours(table: PublicTable, ours: Iterable[OurResult]) -> tuple[RankedRow, ...]:
-    """The table with our results as rows, best accuracy first; of equal ones theirs come first.
-
-    The notes of our rows say where they depart from the rules of the most similar row. ValueError for a result on other
-    data or without the accuracy that the table is ranked by.
-    """
-    rows = [(row, False) for row in table.rows] + [(_as_row(result, table), True) for result in ours]
-    accuracies = [_accuracy(row) for row, _ in rows]
-    ranked = sorted(rows, key=lambda entry: -_accuracy(entry[0]))  # stable: theirs stay before ours
-    places = [1 + sum(other > _accuracy(row) for other in accuracies) for row, _ in ranked]
-    return tuple(
-        RankedRow(place=place, ours=is_ours, row=row) for place, (row, is_ours) in zip(places, ranked, strict=True)
-    )
-
-
-def differences(ours: Rules, theirs: Rules) -> tuple[str, ...]:
-    """Rules that differ, in words: "epochs is 100, not 200"; rules that theirs does not state are skipped."""
-    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in Rules.model_fields]
-    return tuple(
-        f"{name} is {_in_words(own)}, not {_in_words(other)}"
-        for name, own, other in pairs
-        if other is not None and own != other
-    )
+def _expanded_row(plain: dict[str, Any], rules: dict[str, Any], notes: dict[str, str]) -> dict[str, Any]:
+    """A row with the rules of its table, apart from its exceptions."""
+    row = dict(plain)
+    own_rules = {key: row.pop(key) for key in ("backbone", "batch_size", "temperature") if key in row}
+    noted = [notes[row.pop("note")]] if "note" in row else []
+    values = [None if value == "--" else value for value in row["values"]]
+    return {**row, "rules": {**rules, **own_rules}, "values": values, "notes": noted}
 
 
 @cache
@@ -167,27 +126,41 @@ def public_tables() -> tuple[PublicTable, ...]:
     return tables
 
 
-def _as_row(result: OurResult, table: PublicTable) -> PublicRow:
-    names = [column.name for column in table.columns]
-    unknown = sorted(set(result.values) - set(names))
-    if unknown:
-        raise ValueError(
-            f"{result.method}: {table.name} has no column {', '.join(unknown)}; its columns are {', '.join(names)}"
-        )
-    if names[0] not in result.values:
-        raise ValueError(f"{result.method}: {table.name} is ranked by {names[0]}; give a figure for it")
-    if result.rules.data != table.rules.data:
-        raise ValueError(f"{result.method}: measured on {result.rules.data}, but {table.name} is of {table.rules.data}")
-    nearest = min((differences(result.rules, row.rules) for row in table.rows), key=len)
-    values = tuple(result.values.get(name) for name in names)
-    notes = (*result.notes, *nearest)
-    return PublicRow.model_construct(method=result.method, rules=result.rules, values=values, notes=notes)
+class RankedRow(NamedTuple):
+    """A row of a table of theirs and ours."""
+
+    place: int  # 1: best; equal accuracies share a place
+    ours: bool
+    row: PublicRow
 
 
-def _accuracy(row: PublicRow) -> float:
-    accuracy = row.values[0]
-    assert accuracy is not None, f"{row.method} has no figure in the column that its table is ranked by"
-    return accuracy
+def with_ours(table: PublicTable, ours: Iterable[PublicRow]) -> tuple[RankedRow, ...]:
+    """The table with our rows, best accuracy first; of equal ones theirs come first.
+
+    The notes of our rows say where they depart from the rules of the most similar row of theirs.
+    """
+    rows = [(row, False) for row in table.rows] + [(_with_departures(row, table), True) for row in ours]
+    ranked = sorted(rows, key=lambda entry: -entry[0].accuracy)  # stable: theirs stay before ours
+    return tuple(
+        RankedRow(place=1 + sum(other.accuracy > row.accuracy for other, _ in rows), ours=is_ours, row=row)
+        for row, is_ours in ranked
+    )
+
+
+def _with_departures(row: PublicRow, table: PublicTable) -> PublicRow:
+    assert row.rules.data == table.rules.data, f"{row.method} was not measured on {table.rules.data}"
+    nearest = min((differences(row.rules, other.rules) for other in table.rows), key=len)
+    return row.model_copy(update={"notes": (*row.notes, *nearest)})
+
+
+def differences(ours: Rules, theirs: Rules) -> tuple[str, ...]:
+    """Rules that differ, in words: "epochs is 100, not 200"; rules that theirs does not state are skipped."""
+    pairs = [(name, getattr(ours, name), getattr(theirs, name)) for name in Rules.model_fields]
+    return tuple(
+        f"{name} is {_in_words(own)}, not {_in_words(other)}"
+        for name, own, other in pairs
+        if other is not None and own != other
+    )
 
 
 def _in_words(value: object) -> str:

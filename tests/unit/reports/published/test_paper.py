@@ -317,21 +317,17 @@ def test_names_of_our_results_find_the_papers_figure(
     assert figures["MaSSL"].value == value
 
 
-@pytest.mark.parametrize("entry", SETTINGS, ids=lambda entry: f"{entry.protocol} {entry.ours}")
-def test_every_correspondence_leads_to_a_figure(entry: Any) -> None:
+@pytest.mark.parametrize("ours", SETTINGS, ids=" ".join)
+def test_every_renamed_setting_leads_to_a_figure(ours: tuple[str, str]) -> None:
+    (protocol, setting), (name, *notes) = ours, SETTINGS[ours]
     columns = {column for table in paper_tables() for column in table.columns}
-    matching = [column for column in columns if (column.protocol, column.setting) == (entry.protocol, entry.paper)]
+    matching = [column for column in columns if (column.protocol, column.setting) == (protocol, name)]
     assert matching
     for column in matching:
-        ours = paper_figures(
-            protocol=column.protocol,
-            data=column.data,
-            setting=entry.ours,
-            metric=column.metric,
-            architecture="ViT-B/16",
-        )
-        assert "MaSSL" in ours
-        assert all(entry.note in figure.notes for figure in ours.values() if entry.note is not None)
+        names = {"protocol": protocol, "data": column.data, "setting": setting, "metric": column.metric}
+        figures = paper_figures(**names, architecture="ViT-B/16")
+        assert "MaSSL" in figures
+        assert all(note in figure.notes for figure in figures.values() for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -406,11 +402,12 @@ def test_settings_bear_the_names_that_the_protocols_give_their_results() -> None
     from massl.evaluations.protocols.logreg import LogisticSettings
 
     names = {column.setting for table in paper_tables() for column in table.columns} | {
-        entry.ours for entry in SETTINGS
+        setting for _, setting in SETTINGS
     }
     clusters = {
-        *cluster_numbers("CIFAR-10", num_classes=10, ks=()).values(),
-        *cluster_numbers("x", num_classes=1000, ks=()).values(),
+        str(setting)
+        for data, num_classes in (("CIFAR-10", 10), ("x", 1000))
+        for setting in cluster_numbers(data, num_classes=num_classes, ks=()).values()
     }
     assert {
         PUBLISHED,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from massl.reports.ablation.documents import as_plain
+from massl.reports.ablation.documents import ablation_values
 from massl.reports.ablation.records import RunOutcome, report_of
 from massl.reports.page.sections.ablations import PageError, ablation_files, ablations_section, read_ablation
 
@@ -33,7 +33,7 @@ REPORT = report_of(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """An --output of massl ablate with one kind in it."""
-    plain = as_plain(REPORT, command="massl ablate memory-size", ours="demo <tiny>", cautions=["few steps"])
+    plain = ablation_values(REPORT, command="massl ablate memory-size", ours="demo <tiny>", cautions=["few steps"])
     (tmp_path / "memory-size").mkdir()
     (tmp_path / "memory-size/ablation.json").write_text(json.dumps(plain))
     return tmp_path
