@@ -1,1 +1,1 @@
-"""Backbones as files: ours, other projects' layouts, and whatever a user names as a model."""
+"""Backbone files: ours, those of other projects, and models by name (runs, files, timm)."""

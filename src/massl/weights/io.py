@@ -1,6 +1,6 @@
-"""Backbones as files: safetensors with plain timm keys, and all that is needed to build the model in the metadata.
+"""Backbone files: safetensors with timm's keys, and the arguments that build the model in the metadata.
 
-Files of other projects are read here too, as far as their entries; what the entries mean is said in key_maps.py.
+Files of other projects are opened here too; key_maps.py interprets their entries.
 """
 
 import argparse
@@ -25,18 +25,18 @@ BACKBONE_FILE = "backbone.safetensors"
 
 
 class WeightsError(MasslError, ValueError):
-    """A weights file is missing or not what it should be; the message says what to do."""
+    """A weights file is missing or unsuitable; the message says what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneContent:
-    """What a file written by massl says about its backbone."""
+    """The content of a file written by massl."""
 
     tensors: dict[str, Tensor]  # under timm's keys
-    timm_arguments: dict[str, Any]  # what builds the empty model
-    mean: tuple[float, float, float]  # of the images it was trained on
+    timm_arguments: dict[str, Any]  # these build the empty model
+    mean: tuple[float, float, float]  # of the training images
     std: tuple[float, float, float]
-    image_size: int | None  # side of the views it was trained on; None in files that do not tell it
+    image_size: int | None  # side of the training views; None in older files
 
 
 def backbone_bytes(
@@ -54,16 +54,15 @@ def backbone_bytes(
 
 
 def load_backbone(run: str | Path) -> nn.Module:
-    """The pre-trained teacher backbone of a run (its folder, or the .safetensors file itself) as a plain timm model in
-    eval mode.
+    """The trained teacher backbone of a run (its folder or .safetensors file) as a plain timm model in eval mode.
 
-    `model(images)` gives the features; `model.default_cfg` holds size, mean and std of the images it was trained on.
-    Vision transformers accept images of any size that is a multiple of the patch.
+    `model(images)` gives the features; `model.default_cfg` has the size, mean and std of the training images. Vision
+    transformers accept images of any size that is a multiple of the patch.
     """
     path = backbone_path(run)
     content = backbone_content(path, *read_safetensors(path))
     if content is None:
-        raise WeightsError(f"{path} was not written by massl: it does not say which timm model it belongs to")
+        raise WeightsError(f"{path} was not written by massl: it does not name its timm model")
     arguments = dict(content.timm_arguments)
     if "pos_embed" in content.tensors:
         arguments["dynamic_img_size"] = True
@@ -75,13 +74,13 @@ def load_backbone(run: str | Path) -> nn.Module:
 
 
 def set_image_size(model: nn.Module, image_size: int | None) -> None:
-    """Note the size of the images it was trained on where timm keeps that of its published weights."""
+    """Store the size of the training images where timm keeps that of its published weights."""
     if image_size is not None:
         model.default_cfg.update(input_size=(3, image_size, image_size))  # type: ignore[operator, union-attr]
 
 
 def backbone_path(run: str | Path) -> Path:
-    """The backbone file of a run's folder, or the file itself; it exists."""
+    """The backbone file of a run's folder, or the file itself; raises if it does not exist."""
     path = Path(run).expanduser()
     if path.is_dir():
         path = path / BACKBONE_FILE
@@ -103,65 +102,53 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def backbone_content(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> BackboneContent | None:
-    """What massl has written into a file; None where the file is of another origin."""
+    """The content of a file written by massl; None for other files."""
     if "timm" not in metadata:
         return None
     try:
         timm_arguments, mean, std = (json.loads(metadata[key]) for key in ("timm", "mean", "std"))
         image_size = json.loads(metadata.get("image_size", "null"))
     except (KeyError, ValueError) as error:
-        raise WeightsError(f"the metadata of {path} are damaged ({error!r}); write the file anew") from error
+        raise WeightsError(f"the metadata of {path} are damaged ({error!r}); write the file again") from error
     return BackboneContent(
         tensors=tensors, timm_arguments=timm_arguments, mean=tuple(mean), std=tuple(std), image_size=image_size
     )
 
 
 def read_pickled(path: Path) -> Any:
-    """What torch.save has written: tensors, plain values and argparse's Namespace only, so that nothing in the file is
-    executed.
-    """
+    """The content of a torch.save file: only tensors, plain values and argparse.Namespace; no code is executed."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
-                # torch.load does not compare check sums: a block of zeros would load without complaint
-                damaged = archive.testzip()
+                damaged = archive.testzip()  # torch.load does not verify check sums: zeros would load silently
             if damaged is not None:
                 raise OSError(f"{damaged} is damaged")
-        # The full checkpoints of DINO, iBOT and MaSSL hold the Namespace of their command line.
+        # full checkpoints of DINO, iBOT and MaSSL contain the Namespace of their command line
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickle protocols: what cannot be read is refused all the same
+            warnings.simplefilter("ignore")  # about pickle protocols: unreadable files raise anyway
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        Exception
-    ) as error:  # of a file that is no checkpoint torch.load may say anything: KeyError, EOFError, struct.error ...
+    except Exception as error:  # for other files torch.load may raise anything: KeyError, EOFError, struct.error ...
         refused = re.search(r"GLOBAL (\S+)", str(error))
         if refused is not None:
             raise WeightsError(
-                f"{path} holds a Python object ({refused[1]}), and opening it could run foreign code: refused. Save the weights alone, "
-                "torch.save(state_dict, ...) or safetensors, where you trust the file"
+                f"{path} holds a Python object ({refused[1]}), and opening it could run foreign code. If you trust the "
+                "file, save only its weights: torch.save(state_dict, ...) or safetensors"
             ) from error
-        reason = next(
-            (line for line in reversed(str(error).splitlines()) if line and "documentation of torch.load" not in line),
-            "",
-        )
+        lines = [line for line in str(error).splitlines() if line and "documentation of torch.load" not in line]
         raise WeightsError(
-            f"cannot read {path}: {type(error).__name__} {reason}. It is damaged, cut short or no PyTorch checkpoint; fetch it again"
+            f"cannot read {path}: {type(error).__name__} {lines[-1] if lines else ''}. It is damaged, incomplete or "
+            "not a PyTorch checkpoint; download it again"
         ) from error
 
 
 def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], *, origin: str) -> None:
-    """Fill every tensor of the model, or say which cannot be filled and which are left over: nothing stays random by
-    accident.
-    """
+    """Fill every tensor of the model, or raise with all missing and unexpected ones: nothing stays random."""
     wanted = model.state_dict()
+    other_shape = [key for key in wanted if key in tensors and tensors[key].shape != wanted[key].shape]
     problems = [
         *_named("missing", wanted.keys() - tensors.keys()),
         *_named("unexpected", tensors.keys() - wanted.keys()),
-        *(
-            f"{key} has the shape {list(tensors[key].shape)} instead of {list(wanted[key].shape)}"
-            for key in wanted
-            if key in tensors and tensors[key].shape != wanted[key].shape
-        ),
+        *(f"{key} has the shape {[*tensors[key].shape]} instead of {[*wanted[key].shape]}" for key in other_shape),
     ]
     if problems:
         raise WeightsError(f"the weights of {origin} do not fit the model: {'; '.join(problems)}")

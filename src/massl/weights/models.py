@@ -1,4 +1,4 @@
-"""A model to evaluate, however the user names it: a run of massl, a weights file, or a timm model."""
+"""Opens a model to evaluate by name: a run of massl, a weights file, or a timm model."""
 
 import difflib
 import hashlib
@@ -33,19 +33,19 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A backbone in eval mode, and what evaluations must know about it."""
+    """A backbone in eval mode, with what evaluations need to know about it."""
 
     backbone: Backbone
-    name: str  # as the user named it
-    origin: str  # what was loaded, in words: "teacher of runs/a", "timm weights ...", "random weights"
-    fingerprint: str  # of architecture and weights: equal exactly when features are
-    image_size: int  # side of the images it was made for
+    name: str  # as the user gave it
+    origin: str  # what was loaded: "teacher of runs/a", "timm weights ...", "random weights"
+    fingerprint: str  # of architecture and weights: equal exactly if features are
+    image_size: int  # side of the images it was trained on
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
     @property
     def architecture(self) -> str:
-        """`ViT-S/16` where the model has that shape, so that published figures can stand beside ours; else timm's name."""
+        """`ViT-S/16` and the like, for comparison with published figures; timm's name for other models."""
         model = self.backbone.model
         if isinstance(model, VisionTransformer):
             size = {384: "S", 768: "B", 192: "Ti", 1024: "L"}.get(model.embed_dim)
@@ -57,7 +57,7 @@ class LoadedModel:
 
 
 def model_fingerprint(model: nn.Module, *, arguments: dict[str, object]) -> str:
-    """Digest of what decides a model's output: how it is built and every number in it."""
+    """Digest of all that decides a model's output: its arguments and weights."""
     digest = hashlib.sha256(json.dumps(arguments, sort_keys=True, default=str).encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -66,12 +66,10 @@ def model_fingerprint(model: nn.Module, *, arguments: dict[str, object]) -> str:
 
 
 def open_model(name: str | Path, *, num_heads: int | None = None, pretrained: bool | None = None) -> LoadedModel:
-    """The model that `name` stands for: the folder of a massl run, else a weights file (massl's or another project's),
-    else a timm model.
+    """The folder of a massl run, a weights file (massl's or another project's), or a timm model.
 
-    `num_heads` is for files of other projects, which do not tell it, and timm models. `pretrained` is for timm models:
-    whether to load published weights; by default where the name has a tag that says which, as in
-    `vit_small_patch16_224.dino`.
+    `num_heads` is for timm models and files of other projects, which do not contain it. `pretrained` is for timm
+    models: whether to load published weights; default: if the name has a tag, as in `vit_small_patch16_224.dino`.
     """
     if num_heads is not None and num_heads < 1:
         raise WeightsError(f"a model cannot have {num_heads} attention heads; give 1 or more")
@@ -79,7 +77,7 @@ def open_model(name: str | Path, *, num_heads: int | None = None, pretrained: bo
     if not path.exists():
         return _open_timm(str(name), num_heads=num_heads, pretrained=pretrained)
     if pretrained is False:
-        raise WeightsError(f"{path} holds weights; random ones (pretrained=False) are had by naming a timm model")
+        raise WeightsError(f"{path} holds weights; for random ones (pretrained=False) give the name of a timm model")
     file = backbone_path(path)
     if file.suffix == ".safetensors":
         tensors, metadata = read_safetensors(file)
@@ -93,9 +91,8 @@ def open_model(name: str | Path, *, num_heads: int | None = None, pretrained: bo
 def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int | None) -> LoadedModel:
     backbone = _empty_backbone(content.timm_arguments)
     if num_heads is not None and num_heads != _num_heads(backbone.model):
-        raise WeightsError(
-            f"{path} was written by massl and tells its own number of heads, which is not {num_heads}; leave num_heads out"
-        )
+        own = _num_heads(backbone.model)
+        raise WeightsError(f"{path} was written by massl with {own} attention heads, not {num_heads}; omit num_heads")
     load_strictly(backbone.model, content.tensors, origin=str(path))
     set_image_size(backbone.model, content.image_size)
     origin = f"teacher of {path}" if path.is_dir() else f"backbone {path}"
@@ -130,7 +127,7 @@ def _open_timm(name: str, *, num_heads: int | None, pretrained: bool | None) -> 
 
 def _require_timm_name(name: str) -> None:
     architecture, _, tag = name.partition(".")
-    architectures = timm.list_models()  # without timm's old names, which hide their tag: vit_small_patch16_224_dino
+    architectures = timm.list_models()  # without timm's deprecated names with the tag inside: vit_small_..._dino
     if architecture in architectures:
         tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*")]
         if tag and tag not in tags:
@@ -141,27 +138,26 @@ def _require_timm_name(name: str) -> None:
     raise WeightsError(
         f"{name!r} is no model: neither an existing folder or file nor a timm model."
         + (f" Did you mean {' or '.join(map(repr, close))}?" if close else "")
-        + " Give the folder of a massl run, a weights file (.safetensors .pth .pt .bin), or a name of `timm.list_models()`, with a tag "
-        "such as vit_small_patch16_224.dino for published weights"
+        + " Give the folder of a massl run, a weights file (.safetensors .pth .pt .bin), or a name of "
+        "`timm.list_models()`, with a tag such as vit_small_patch16_224.dino for published weights"
     )
 
 
 def _load_published(backbone: Backbone) -> None:
-    """Fill a timm model with the weights timm publishes for it.
+    """Fill a timm model with its published weights.
 
-    The classifier comes with them and is left out here: timm itself, asked for a model without one, would load without
-    complaint what is incomplete.
+    The classifier is dropped here: timm itself, if it builds a model without one, accepts incomplete weights.
     """
     options = {key: value for key, value in backbone.timm_arguments.items() if key not in ("model_name", "num_classes")}
     name = backbone.timm_arguments["model_name"]
     try:
         with torch.random.fork_rng(devices=[]):
             published = timm.create_model(name, pretrained=True, **options)
-    except Exception as error:  # without a network each version of each client raises errors of its own
+    except Exception as error:  # without a network, each client and version raises its own errors
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise WeightsError(
-            f"timm cannot load the weights of {name} ({reason}). Without a network, fetch them where there is one and give the file, or "
-            "copy the cache of Hugging Face (HF_HOME) here; for random weights ask for pretrained=False"
+            f"timm cannot load the weights of {name} ({reason}). Without a network, download them elsewhere and give "
+            "the file, or copy Hugging Face's cache (HF_HOME) here; for random weights set pretrained=False"
         ) from error
     tensors = published.state_dict()
     wanted = backbone.model.state_dict()
@@ -169,7 +165,7 @@ def _load_published(backbone: Backbone) -> None:
 
 
 def _empty_backbone(timm_arguments: Mapping[str, Any]) -> Backbone:
-    """The model without its weights (random ones of seed 0), or why it cannot be evaluated."""
+    """The model with random weights (seed 0); raises if it cannot be evaluated."""
     arguments = dict(timm_arguments)
     model = create_timm_model(arguments, seed=0)
     if isinstance(model, VisionTransformer) and model.cls_token is not None and model.global_pool != "token":
@@ -177,9 +173,9 @@ def _empty_backbone(timm_arguments: Mapping[str, Any]) -> Backbone:
         model = create_timm_model(arguments, seed=0)
     name = arguments["model_name"]
     if isinstance(model, VisionTransformer) and not isinstance(model.patch_embed, PatchEmbed):
-        raise WeightsError(f"{name} cuts no plain patches (a convolutional network comes first); choose another model")
+        raise WeightsError(f"{name} has a convolutional stem instead of plain patches; choose another model")
     if getattr(model, "head_hidden_size", None) is None:
-        raise WeightsError(f"timm does not tell how many features {name} has; choose another model")
+        raise WeightsError(f"timm does not give the number of features of {name}; choose another model")
     return Backbone(model, timm_arguments=arguments)
 
 

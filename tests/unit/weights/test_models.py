@@ -203,14 +203,14 @@ def test_a_folder_without_a_backbone_is_refused(tmp_path: Path) -> None:
 def test_a_run_tells_its_number_of_heads_and_no_other_is_taken(tmp_path: Path) -> None:
     own_file(tmp_path, tiny_state(), TINY)
     assert open_model(tmp_path, num_heads=NUM_HEADS).fingerprint == open_model(tmp_path).fingerprint
-    with pytest.raises(WeightsError, match="tells its own number of heads, which is not 4"):
+    with pytest.raises(WeightsError, match="attention heads, not 4"):
         open_model(tmp_path, num_heads=4)
 
 
 def test_random_weights_cannot_be_asked_of_a_file(tmp_path: Path) -> None:
     own_file(tmp_path, tiny_state(), TINY)
     assert open_model(tmp_path, pretrained=True).fingerprint == open_model(tmp_path).fingerprint
-    with pytest.raises(WeightsError, match="holds weights; random ones"):
+    with pytest.raises(WeightsError, match="holds weights"):
         open_model(tmp_path, pretrained=False)
 
 
@@ -309,11 +309,9 @@ def test_mocov3_of_width_384_has_12_heads_and_says_so(tmp_path: Path) -> None:
 
 def test_an_unusual_width_needs_a_number_of_heads_that_divides_it(tmp_path: Path) -> None:
     file = saved(tmp_path / "a.pth", tiny_state())
-    with pytest.raises(
-        WeightsError, match=r"has width 32, for which no number of attention heads is usual.*give --num_heads"
-    ):
+    with pytest.raises(WeightsError, match=r"width 32.*--num_heads"):
         open_model(file)
-    with pytest.raises(WeightsError, match="5 attention heads cannot share the width 32"):
+    with pytest.raises(WeightsError, match=r"5 attention heads.* width 32"):
         open_model(file, num_heads=5)
     with pytest.raises(WeightsError, match="cannot have 0 attention heads"):
         open_model(file, num_heads=0)
@@ -360,7 +358,7 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     whole = saved(tmp_path / "a.pth", joint_checkpoint(tiny_state())).read_bytes()
     for share in (0.0, 0.3, 0.99):
         (tmp_path / "a.pth").write_bytes(whole[: int(share * len(whole))])
-        with pytest.raises(WeightsError, match=r"cannot read .*damaged, cut short or no PyTorch checkpoint"):
+        with pytest.raises(WeightsError, match=r"cannot read .*damaged"):
             open_model(tmp_path / "a.pth")
 
 
@@ -398,7 +396,7 @@ def test_code_in_a_file_is_never_run(tmp_path: Path, kind: str) -> None:
 
 def test_whole_modules_are_refused_with_advice(tmp_path: Path) -> None:
     file = saved(tmp_path / "a.pth", {"model": torch.nn.Linear(2, 2)})
-    with pytest.raises(WeightsError, match=r"Python object \(torch.nn.modules.linear.Linear\).*Save the weights alone"):
+    with pytest.raises(WeightsError, match=r"Python object \(torch.nn.modules.linear.Linear\)"):
         open_model(file)
     assert argparse.Namespace not in torch.serialization.get_safe_globals()  # allowed while reading only
 
@@ -478,9 +476,7 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, erro
         raise error
 
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", fail)
-    with pytest.raises(
-        WeightsError, match=r"cannot load the weights of test_vit\.r160_in1k .*\. Without a network, fetch them"
-    ):
+    with pytest.raises(WeightsError, match=r"cannot load the weights of test_vit\.r160_in1k .*\. Without a network"):
         open_model("test_vit.r160_in1k")
 
 
@@ -524,8 +520,8 @@ def test_a_transformer_that_pools_patches_is_read_by_its_class_token(monkeypatch
     ("name", "message"),
     [
         ("test_vit3", "pools its patch tokens"),
-        ("vit_tiny_r_s16_p8_224", "cuts no plain patches"),
-        ("poolformer_s12", "does not tell how many"),
+        ("vit_tiny_r_s16_p8_224", "convolutional stem"),
+        ("poolformer_s12", "number of features"),
     ],
 )
 def test_models_that_cannot_be_read_are_refused_before_anything_is_fetched(name: str, message: str) -> None:
