@@ -132,18 +132,7 @@ class MaSSL(Method):
         }
 
     def collapse_signs(self, metrics: Mapping[str, float]) -> list[str]:
-        signs = []
-        most = math.log(self.settings.memory.block_size)
-        if metrics["loss"] > 0.995 * most:
-            size = self.settings.memory.block_size
-            guessing = f"random guessing over a block (ln {size} = {most:.3f})"
-            signs.append(f"the loss {metrics['loss']:.3f} is that of {guessing}")
-        if metrics["teacher_entropy"] < 0.05:
-            entropy = f"entropy {metrics['teacher_entropy']:.3f} nats"
-            signs.append(f"the teacher puts all weight on one memory row ({entropy})")
-        if metrics["embedding_spread"] < 0.02:
-            signs.append(f"all embeddings are nearly the same vector (spread {metrics['embedding_spread']:.4f} of 1)")
-        return signs
+        return memory_collapse_signs(metrics, block_size=self.settings.memory.block_size)
 
     def slow_signs(self, metrics: Mapping[str, float]) -> list[str]:
         most = math.log(self.settings.memory.block_size)
@@ -174,3 +163,18 @@ def winner_share(queries: Tensor, blocks: Tensor) -> float:  # [N, D], [B, N_b, 
     """Memory rows that are nearest to some query, as a share of the possible number; low: a few rows attract all."""
     num_winners = sum(int(torch.unique((queries @ block.T).argmax(dim=1)).numel()) for block in blocks)
     return num_winners / (blocks.shape[0] * min(blocks.shape[1], queries.shape[0]))
+
+
+def memory_collapse_signs(metrics: Mapping[str, float], *, block_size: int) -> list[str]:
+    """Signs of collapse in a probe's metrics, also for reports, which have no network."""
+    signs = []
+    most = math.log(block_size)
+    if metrics["loss"] > 0.995 * most:
+        guessing = f"random guessing over a block (ln {block_size} = {most:.3f})"
+        signs.append(f"the loss {metrics['loss']:.3f} is that of {guessing}")
+    if metrics["teacher_entropy"] < 0.05:
+        entropy = f"entropy {metrics['teacher_entropy']:.3f} nats"
+        signs.append(f"the teacher puts all weight on one memory row ({entropy})")
+    if metrics["embedding_spread"] < 0.02:
+        signs.append(f"all embeddings are nearly the same vector (spread {metrics['embedding_spread']:.4f} of 1)")
+    return signs

@@ -83,7 +83,7 @@ class Run:
         recipe, output = self.folder / "recipe.yaml", f"{self.folder}-again"
         return [*self.launcher, "pretrain", "--recipe", str(recipe), "--output", output]
 
-    # ---- probes: `first`, `last` and `best` need at least one ---------------------------------------------------------
+    # ---- probes: `first`, `last` and `best` need at least one --------------------------------------------------------
 
     @cached_property
     def probes(self) -> tuple[KnnPoint, ...]:
@@ -119,10 +119,8 @@ class Run:
     @cached_property
     def epochs_at_rows(self) -> tuple[float, ...]:
         """Fractional epochs. Rows give whole epochs only, so the first epoch stays 0 until a row has ended it."""
-        # the most steps an epoch can have; exact once a row ends an epoch
-        steps_per_epoch = min(
-            (int(row["step"]) // int(row["epoch"]) for row in self.rows if row["epoch"] >= 1), default=0
-        )
+        steps = (int(row["step"]) // int(row["epoch"]) for row in self.rows if row["epoch"] >= 1)
+        steps_per_epoch = min(steps, default=0)  # the most it can be; exact once a row ends an epoch
         return tuple(row["step"] / steps_per_epoch if steps_per_epoch else row["epoch"] for row in self.rows)
 
     @property

@@ -1,1 +1,1 @@
-"""`massl ablate`: repeat one of the paper's ablations. `command` runs it, `grids` lists the runs, `outcomes` reads them."""
+"""`massl ablate`, the paper's ablations: `grids` plans the runs, `command` trains them, `outcomes` reads them."""

@@ -1,8 +1,5 @@
-"""The paper's ablations, run by any recipe of massl: size of the memory, size of its blocks, and how rows are dealt to
-blocks.
-"""
+"""`massl ablate`: the paper's ablations with any recipe of massl."""
 
-import gc
 import json
 import os
 import shlex
@@ -27,12 +24,14 @@ from massl.commands.console import (
     require_writable,
     result_console,
 )
+from massl.commands.device import release_memory
 from massl.commands.pretrain import pretrain
 from massl.commands.recipe import PretrainRecipe, TrainingImages, as_set_options, load_recipe, parse_set_options
 from massl.config import RecipeError, Settings, validate
 from massl.data.sources import open_source
-from massl.reports.ablation.documents import ablation_document, as_plain
-from massl.reports.ablation.records import ABLATIONS, AblationReport, Kind, RunOutcome, report_of, table_of
+from massl.files import write_atomically
+from massl.reports.ablation.documents import ablation_document, ablation_values
+from massl.reports.ablation.records import ABLATIONS, AblationName, AblationReport, RunOutcome, report_of, table_of
 from massl.reports.ablation.trends import sentences_of
 from massl.training.run_folder import RunFolder
 from massl.training.trainer import TrainingStopped
@@ -42,53 +41,52 @@ _NAME = "ablation"
 DESCRIPTION = """Repeat one of the paper's ablations on your images.
 
 massl ablate memory-size --recipe massl-cifar --data.source photos/ --output runs/ablation
-massl ablate block-size --recipe massl-cifar --data.source photos/ --values 512 2048 8192 --seeds 0 1 2 --output runs/ablation
+massl ablate block-size --recipe massl-cifar --data.source photos/ --values 512 2048 --seeds 0 1 --output runs/ablation
 massl ablate block-sampling --recipe demo --set trainer.epochs=6 --output runs/ablation
 
-Each value is a run in a folder of its own; the same command again continues. Table, trend and figure, with the
-paper's values beside, go to OUTPUT/KIND/ablation.md, .json, .png and .svg."""
+Each value is a run in its own folder; the same command again continues. Table, trend and figure, with the paper's
+values beside, go to OUTPUT/KIND/ablation.md, .json, .png and .svg."""
 
 
 class AblateSettings(Settings):
-    """A recipe, images, and in what the grid is not the paper's."""
+    """A recipe, images, and how the grid differs from the paper's."""
 
-    kind: tyro.conf.Positional[Kind] = Field(description="what is varied")
+    kind: tyro.conf.Positional[AblationName] = Field(description="what is varied")
     recipe: str = Field(description="a recipe of massl: name of a shipped one (see `massl recipes`) or a YAML file")
     data: TrainingImages = TrainingImages()
-    output: str = Field(description="folder for the runs, each in a folder of its own; the same command continues them")
+    output: str = Field(description="folder for the runs, each in its own folder; the same command continues them")
     values: tuple[PositiveInt, ...] = Field(
         (),
-        description="sizes to run (K of memory-size, N_b of the others); default: the paper's, in its ratios to the recipe's own",
+        description="sizes to run (K for memory-size, otherwise N_b); default: the paper's, scaled to the recipe's own",
     )
     seeds: tuple[NonNegativeInt, ...] = Field(
-        (), description="run each value once with each of these seeds; default: the recipe's seed"
+        (), description="run each value with each of these seeds; default: the recipe's seed"
     )
     set: tuple[str, ...] = Field(
-        (), description="values of the recipe for all runs, e.g. trainer.epochs=20 trainer.device=cpu"
+        (), description="changes to the recipe for all runs, e.g. trainer.epochs=20 trainer.device=cpu"
     )
     train: str | None = Field(
-        None, description="with test: judge runs by the protocol knn, not by their last probe; images to look among"
+        None, description="with test: judge runs by the protocol knn, not by their last probe; images to search"
     )
     test: str | None = Field(None, description="with train: images to classify")
     plan: bool = Field(
         False,
-        description="train nothing, only print the command of every run, e.g. for several GPUs; the same without plan then reads them",
+        description="train nothing, only print the command of every run, e.g. for several GPUs; without plan, the same "
+        "command then reads the runs",
     )
 
     @model_validator(mode="after")
     def _protocol_has_both_its_sets(self) -> Self:
         if (self.train is None) != (self.test is None):
-            raise ValueError(
-                "train and test go together: the images to look for neighbours among, and those to classify"
-            )
+            raise ValueError("train and test go together: the images to search for neighbours, and those to classify")
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class AblationResult:
-    folder: Path  # where ablation.md, .json, .png and .svg lie
+    folder: Path  # of ablation.md, .json, .png and .svg
     report: AblationReport
-    signal_number: int | None  # of the signal that ended it early; the same command continues
+    signal_number: int | None  # the signal that stopped it; the same command continues
 
     @property
     def failed(self) -> dict[str, str]:
@@ -97,7 +95,7 @@ class AblationResult:
 
 
 def ablate(
-    kind: Kind,
+    kind: AblationName,
     *,
     recipe: str | Path,
     output: str | Path,
@@ -111,8 +109,8 @@ def ablate(
     """Run one of the paper's ablations: "memory-size", "block-size" or "block-sampling".
 
     Each run is kept in a folder below `output`; the same call again continues where it stopped. `values` replaces the
-    paper's grid, scaled to the recipe; `seeds` repeats every value; `train` and `test` name images for the protocol
-    knn; `overrides` changes single values of the recipe for all runs, e.g. {"trainer.epochs": 20}.
+    paper's grid, scaled to the recipe; `seeds` repeats every value; `train` and `test` are images for the protocol
+    knn; `overrides` changes the recipe for all runs, e.g. {"trainer.epochs": 20}.
     """
     named = {"kind": kind, "recipe": recipe, "output": output, "train": train, "test": test}
     plain: dict[str, Any] = {key: str(value) for key, value in named.items() if value is not None}
@@ -128,13 +126,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_ablation(settings: AblateSettings) -> AblationResult:
     """`ablate` with all settings in one object, as the command line gives them."""
-    work = _prepare(settings.kind, settings)
+    work = _prepare(settings)
     return _plan(work) if settings.plan else _run(work)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """An ablation that can be run: all that can be checked before training has been."""
+    """An ablation with everything checked that can be checked before training."""
 
     settings: AblateSettings
     base: PretrainRecipe
@@ -150,28 +148,38 @@ class _Work:
     @property
     def ours(self) -> str:
         """What is trained on what, in words."""
-        trainer, num_images = self.base.trainer, f"{self.num_images:,} images"
+        trainer = self.base.trainer
+        epochs = f"{trainer.epochs} epoch{'' if trainer.epochs == 1 else 's'}"
         cut = "" if trainer.max_steps is None else f", cut at step {trainer.max_steps:,}"
         return (
-            f"{self.settings.recipe} ({self.base.backbone.name}) on {self.base.data.source} ({num_images}), "
-            f"{trainer.epochs} epoch{'' if trainer.epochs == 1 else 's'}{cut}, batch {trainer.batch_size:,}"
+            f"{self.settings.recipe} ({self.base.backbone.name}) on {self.base.data.source} "
+            f"({self.num_images:,} images), {epochs}{cut}, batch {trainer.batch_size:,}"
+        )
+
+    def report(self, outcomes: Sequence[RunOutcome]) -> AblationReport:
+        return report_of(
+            self.grid.kind,
+            outcomes,
+            default=self.grid.default,
+            measured=self.yardstick.measured,
+            num_classes=self.yardstick.num_classes,
         )
 
 
-def _prepare(kind: Kind, settings: AblateSettings) -> _Work:
+def _prepare(settings: AblateSettings) -> _Work:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RecipeError(
-            "ablate runs in one process; --plan True prints the commands to train its runs with torchrun, or on many machines"
+            "ablate runs in one process; --plan True prints the commands to train its runs with torchrun or elsewhere"
         )
     overrides = parse_set_options(settings.set)
     images = {"data.source": settings.data.source} if settings.data.source else {}
     base = load_recipe(settings.recipe, {**overrides, **images})
-    massl_settings(base)  # first: with another method nothing else need be put right
+    massl_settings(base)  # first: with another method nothing else matters
     num_images = len(open_source(base.data.source))
     yardstick = choose_yardstick(base, train=settings.train, test=settings.test)
     output = Path(settings.output).expanduser()
     grid = plan_grid(
-        kind,
+        settings.kind,
         base,
         output=output,
         values=settings.values,
@@ -179,8 +187,8 @@ def _prepare(kind: Kind, settings: AblateSettings) -> _Work:
         overridden=overrides.keys(),
         num_images=num_images,
     )
-    require_writable(output / kind)
-    for run in grid.runs:  # one of another recipe, or in other hands, is told of now and not after hours
+    require_writable(output / settings.kind)
+    for run in grid.runs:  # a folder that cannot be used is an error now, not after hours
         with RunFolder(run.folder, run.recipe).claimed(is_writer=True):
             pass
     work = _Work(
@@ -191,32 +199,31 @@ def _prepare(kind: Kind, settings: AblateSettings) -> _Work:
         num_images=num_images,
         console=message_console(),
     )
-    print_line(work.console, f"{ABLATIONS[kind].title}: {len(grid.runs)} runs of {work.ours}")
+    print_line(work.console, f"{ABLATIONS[settings.kind].title}: {len(grid.runs)} runs of {work.ours}")
     for caution in grid.cautions:
         print_line(work.console, f"caution: {caution}", style="yellow")
     return work
 
 
 def _plan(work: _Work) -> AblationResult:
-    """Every run's command; the recipes lie in the run folders."""
+    """Print every run's command; the recipes are in the run folders."""
     for run in work.grid.runs:
-        print(
-            shlex.join(["massl", "pretrain", "--recipe", str(run.folder / "recipe.yaml"), "--output", str(run.folder)])
-        )
-    report = _report(work, [planned_outcome(run) for run in work.grid.runs])
+        recipe, output = str(run.folder / "recipe.yaml"), str(run.folder)
+        print(shlex.join(["massl", "pretrain", "--recipe", recipe, "--output", output]))
+    report = work.report([planned_outcome(run) for run in work.grid.runs])
     return AblationResult(folder=work.folder, report=report, signal_number=None)
 
 
 def _run(work: _Work) -> AblationResult:
-    """One run after another; what is known so far is written after each."""
+    """Train one run after another; results so far are written after each."""
     runs = work.grid.runs
     outcomes = [planned_outcome(run) for run in runs]
-    report, signal_number = _report(work, outcomes), None
+    report, signal_number = work.report(outcomes), None
     for number, run in enumerate(runs):
         sizes = f"K={run.memory.num_rows:,}, N_b={run.memory.block_size:,}, {run.strategy} blocks, seed {run.seed}"
         print_line(work.console, f"\nrun {number + 1} of {len(runs)}: {sizes}, in {run.folder}", style="bold")
         outcomes[number], signal_number = _trained(run, work)
-        report = _report(work, outcomes)
+        report = work.report(outcomes)
         _write(report, work)
         if signal_number is not None:
             break
@@ -225,10 +232,8 @@ def _run(work: _Work) -> AblationResult:
 
 
 def _trained(run: PlannedRun, work: _Work) -> tuple[RunOutcome, int | None]:
-    """What came of a run, and the signal that ended it early, if one did. That it cannot go on is a result of the
-    ablation.
-    """
-    _release_memory()
+    """The outcome of a run, and the signal that stopped it, if any. A training that fails is an outcome too."""
+    release_memory()
     try:
         result = pretrain(recipe=run.recipe, output=run.folder)
     except (TrainingStopped, torch.OutOfMemoryError) as error:
@@ -239,44 +244,22 @@ def _trained(run: PlannedRun, work: _Work) -> tuple[RunOutcome, int | None]:
     return finished_outcome(run, work.yardstick, results=work.folder / "evaluation"), result.signal_number
 
 
-def _release_memory() -> None:
-    """What the run before held is free for the next, and not counted as its."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()  # which goes into the metrics of a run
-
-
-# ---- what is written -------------------------------------------------------------------------------------------------
-
-
-def _report(work: _Work, outcomes: Sequence[RunOutcome]) -> AblationReport:
-    yardstick = work.yardstick
-    return report_of(
-        work.grid.kind,
-        outcomes,
-        default=work.grid.default,
-        measured=yardstick.measured,
-        num_classes=yardstick.num_classes,
-    )
-
-
 def _write(report: AblationReport, work: _Work) -> None:
-    from massl.reports.ablation.plots import ablation_figure  # matplotlib: 0.7 s that no other command should wait for
-    from massl.reports.comparison.plots import save_figure
+    from massl.reports.ablation.plots import ablation_figure  # imports matplotlib, which takes 0.7 s
+    from massl.reports.figures import save_figure
 
     command, cautions = command_text("ablate", work.settings, positional=["kind"]), work.grid.cautions
     save_figure(ablation_figure(report, ours=work.ours), work.folder / _NAME)
-    plain = as_plain(report, command=command, ours=work.ours, cautions=cautions)
-    (work.folder / f"{_NAME}.json").write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    values = ablation_values(report, command=command, ours=work.ours, cautions=cautions)
+    write_atomically(work.folder / f"{_NAME}.json", json.dumps(values, indent=2) + "\n")
     page = ablation_document(report, command=command, ours=work.ours, cautions=cautions, picture=f"{_NAME}.png")
-    (work.folder / f"{_NAME}.md").write_text(page, encoding="utf-8")
+    write_atomically(work.folder / f"{_NAME}.md", page)
 
 
 def _show(report: AblationReport, work: _Work) -> None:
-    screen = result_console()
+    console = result_console()
     table = table_of(report)
-    print_table(screen, table)
+    print_table(console, table)
     for line in (*table.footnotes, *sentences_of(report)):
-        print_line(screen, line)
-    print_line(screen, f"ablation: {work.folder / _NAME}.md, .json, .png, .svg")
+        print_line(console, line)
+    print_line(console, f"ablation: {work.folder / _NAME}.md, .json, .png, .svg")

@@ -1,11 +1,10 @@
-"""Which runs an ablation consists of, and whether they can be run at all: decided before anything is trained.
+"""The runs of an ablation, planned and checked before anything is trained.
 
-The paper's grids (Section 5; ViT-S/16, 100 epochs; K=65,536 and N_b=16,384 elsewhere), scaled by the ratios to the
-recipe's K and N_b:
+The paper's grids (Section 5; ViT-S/16, 100 epochs; K=65,536 and N_b=16,384 elsewhere), scaled to the recipe:
 
-    memory-size      K from 1/8 to 2 times the default, all with blocks of a quarter of the default (the text has N_b=4,096)
-    block-size       N_b from 1/32 to 2 times the default, all at the default K
-    block-sampling   N_b from 1/32 to 1/4 of the default at the default K, rows dealt at random and in the order of storage
+    memory-size      K from 1/8 to 2 times the default, with blocks of a quarter of the default (N_b=4,096 in the text)
+    block-size       N_b from 1/32 to 2 times the default, at the default K
+    block-sampling   N_b from 1/32 to 1/4 of the default, at the default K, with random and with contiguous blocks
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,18 +16,18 @@ from massl.commands.recipe import PretrainRecipe
 from massl.config import RecipeError, validate
 from massl.methods.massl import MaSSLSettings
 from massl.nn.memory import MemorySettings
-from massl.reports.ablation.records import ABLATIONS, Kind, Strategy, paper_points, scaled
+from massl.reports.ablation.records import ABLATIONS, AblationName, Strategy, paper_points, scaled
 
 _BLOCK_KEY = "method.memory.block_size"
-_BLOCK_SHARE_OF_MEMORY_GRID = 4_096 / 16_384  # Section 5.1: N_b=4,096, where all else of the paper has 16,384
-_FEWEST_ROWS = 2  # of a block: over one row a softmax is 1, whatever the network says
+_BLOCK_SHARE_OF_MEMORY_GRID = 4_096 / 16_384  # Section 5.1 has N_b=4,096, the rest of the paper 16,384
+_FEWEST_ROWS = 2  # in a block: a softmax over one row is always 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
     """One run of a grid."""
 
-    value: int  # of what varies
+    value: int  # K or N_b, whichever varies
     strategy: Strategy
     seed: int
     folder: Path
@@ -41,23 +40,23 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    kind: Kind
-    default: int  # the recipe's own value of what varies
+    kind: AblationName
+    default: int  # the recipe's own K or N_b
     runs: tuple[PlannedRun, ...]
     cautions: tuple[str, ...]
 
 
 def massl_settings(recipe: PretrainRecipe) -> MaSSLSettings:
-    """The method's settings; other methods have no memory that these grids could vary."""
+    """The method's settings; raises for methods without a memory."""
     if not isinstance(recipe.method, MaSSLSettings):
         raise RecipeError(
-            f"the ablations vary the memory of massl, but this recipe trains {recipe.method.name}: name one of massl's"
+            f"the ablations vary the memory of massl, but this recipe trains {recipe.method.name}; name one of massl"
         )
     return recipe.method
 
 
 def plan_grid(
-    kind: Kind,
+    kind: AblationName,
     base: PretrainRecipe,
     *,
     output: Path,
@@ -66,7 +65,7 @@ def plan_grid(
     overridden: Collection[str] = (),
     num_images: int,
 ) -> Grid:
-    """All runs of an ablation, their recipes validated; what cannot be is refused, what is doubtful told.
+    """All runs of an ablation with validated recipes, and cautions about doubtful ones.
 
     `base` is the recipe with the user's overrides, whose keys are `overridden`; `values` replaces the paper's grid.
     """
@@ -76,7 +75,7 @@ def plan_grid(
     fixed, cautions = _fixed(kind, memory, overridden)
     chosen, left_out = (sorted(set(values)), []) if values else _paper_values(kind, default, fixed)
     runs = []
-    for seed in sorted(set(seeds)) or [base.trainer.seed]:  # outermost: after the first seed the whole curve is there
+    for seed in sorted(set(seeds)) or [base.trainer.seed]:  # outermost: the first seed gives the whole curve
         for strategy in ablation.strategies:
             for value in chosen:
                 folder = output / _folder_of(kind, value, strategy, seed=seed, own_seed=base.trainer.seed)
@@ -86,31 +85,32 @@ def plan_grid(
     return Grid(kind=kind, default=default, runs=tuple(runs), cautions=tuple(cautions))
 
 
-def _refuse_overrides(kind: Kind, overridden: Collection[str]) -> None:
-    """What the grid itself sets cannot be set for all of its runs."""
-    instead = {ABLATIONS[kind].key: "--values", "trainer.seed": "--seeds"}
+def _refuse_overrides(kind: AblationName, overridden: Collection[str]) -> None:
+    """Raise if --set names what the grid varies."""
+    instead = {ABLATIONS[kind].key: "give --values", "trainer.seed": "give --seeds"}
     if kind == "block-sampling":
-        instead["method.memory.random_blocks"] = "nothing, as both ways are run"
-    for key, option in instead.items():
+        instead["method.memory.random_blocks"] = "leave it out, both are run"
+    for key, advice in instead.items():
         if key in overridden:
-            raise RecipeError(f"{kind} varies {key} itself; instead of --set {key}=... give {option}")
+            raise RecipeError(f"{kind} varies {key} itself; instead of --set {key}=... {advice}")
 
 
-def _fixed(kind: Kind, memory: MemorySettings, overridden: Collection[str]) -> tuple[dict[str, int], list[str]]:
-    """The size that does not vary, and where it is not the recipe's, why."""
+def _fixed(kind: AblationName, memory: MemorySettings, overridden: Collection[str]) -> tuple[dict[str, int], list[str]]:
+    """The size that does not vary, and a caution if it is not the recipe's."""
     if kind != "memory-size":
         return {"num_rows": memory.num_rows}, []
     if _BLOCK_KEY in overridden:
         return {"block_size": memory.block_size}, []
     size = max(_FEWEST_ROWS, round(memory.block_size * _BLOCK_SHARE_OF_MEMORY_GRID))
-    return {"block_size": size}, [
-        f"all runs have blocks of N_b={size:,} rows, a quarter of the recipe's {memory.block_size:,}: the paper's text has 4,096 here, and "
-        f"16,384 elsewhere; --set {_BLOCK_KEY}=... chooses another size"
-    ]
+    caution = (
+        f"all runs have blocks of N_b={size:,} rows, a quarter of the recipe's {memory.block_size:,}, because the "
+        f"paper's text has 4,096 here and 16,384 elsewhere; --set {_BLOCK_KEY}=... chooses another size"
+    )
+    return {"block_size": size}, [caution]
 
 
-def _paper_values(kind: Kind, default: int, fixed: Mapping[str, int]) -> tuple[list[int], list[str]]:
-    """The paper's grid in the recipe's size; values that have no room there are left out, and said."""
+def _paper_values(kind: AblationName, default: int, fixed: Mapping[str, int]) -> tuple[list[int], list[str]]:
+    """The paper's grid scaled to the recipe, and a caution about values that do not fit."""
     ablation = ABLATIONS[kind]
     paper_values = sorted({point.value for point in paper_points(kind)})
     ours = {scaled(value, default=default, paper_default=ablation.paper_default): value for value in paper_values}
@@ -125,20 +125,20 @@ def _paper_values(kind: Kind, default: int, fixed: Mapping[str, int]) -> tuple[l
     return fitting, [f"left out of the paper's grid: {', '.join(left_out)}; {bound}"] if left_out else []
 
 
-def _folder_of(kind: Kind, value: int, strategy: Strategy, *, seed: int, own_seed: int) -> Path:
-    """A run with random blocks is the one that block-size makes, so both ablations share it.
+def _folder_of(kind: AblationName, value: int, strategy: Strategy, *, seed: int, own_seed: int) -> Path:
+    """Block-sampling shares its runs with random blocks with block-size.
 
-    The recipe's own seed is not part of the name: further seeds join the runs that are there.
+    The recipe's own seed is not part of the name, so that more seeds can be added to existing runs.
     """
     suffix = "" if seed == own_seed else f"-seed-{seed}"
     if strategy == "blockwise":
         return Path("block-sampling") / f"blockwise-N_b-{value}{suffix}"
-    shared: Kind = "block-size" if kind == "block-sampling" else kind
+    shared: AblationName = "block-size" if kind == "block-sampling" else kind
     return Path(shared) / f"{ABLATIONS[kind].symbol}-{value}{suffix}"
 
 
-def _own(kind: Kind, value: int, strategy: Strategy) -> dict[str, int | bool]:
-    """What a run of the grid has of its own, by the names of MemorySettings."""
+def _own(kind: AblationName, value: int, strategy: Strategy) -> dict[str, int | bool]:
+    """The MemorySettings that distinguish a run from the others."""
     if kind == "memory-size":
         return {"num_rows": value}
     return {"block_size": value, **({"random_blocks": strategy == "random"} if kind == "block-sampling" else {})}
@@ -155,22 +155,19 @@ def _with_memory(base: PretrainRecipe, values: Mapping[str, Any], *, seed: int) 
 
 
 def _cautions_of(runs: Sequence[PlannedRun], *, num_images: int) -> list[str]:
-    """Doubts that hold for some runs, once each."""
+    """What is doubtful about some of the runs."""
     found = []
     larger = sorted({run.memory.num_rows for run in runs if run.memory.num_rows > num_images})
     if larger:
+        sizes = ", ".join(f"{num_rows:,}" for num_rows in larger)
         found.append(
-            f"the memory is larger than the data set ({num_images:,} images) at K={_listed(larger)}: it holds several embeddings of "
-            "the same image, and a view is asked to match its own past"
+            f"the memory is larger than the data set ({num_images:,} images) at K={sizes}: "
+            "it holds several embeddings of the same image, so a view is matched with its own past"
         )
     uneven = sorted(
         {(run.memory.num_rows, run.memory.block_size) for run in runs if run.memory.num_rows % run.memory.block_size}
     )
     if uneven:
         pairs = ", ".join(f"K={rows:,} N_b={size:,} ({rows % size:,})" for rows, size in uneven)
-        found.append(f"K is no multiple of N_b, so some rows stay unused each step: {pairs}")
+        found.append(f"K is not a multiple of N_b, so some rows are unused in each step: {pairs}")
     return found
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(f"{number:,}" for number in numbers)

@@ -1,4 +1,4 @@
-"""An ablation as a Markdown page and as plain values for JSON."""
+"""An ablation as ablation.md and ablation.json."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from massl.reports.tables import as_markdown
 
 
 def ablation_document(report: AblationReport, *, command: str, ours: str, cautions: Sequence[str], picture: str) -> str:
-    """The page: how to make it again, the table, the figure, what the numbers say, and what to bear in mind."""
+    """ablation.md: the command that repeats it, table, figure, trends and cautions."""
     parts = [
         f"# {report.ablation.title}",
         f"```bash\n{command}\n```",
@@ -20,12 +20,12 @@ def ablation_document(report: AblationReport, *, command: str, ours: str, cautio
         "\n".join(f"- {sentence}" for sentence in sentences_of(report)),
     ]
     if cautions:
-        parts.append("\n".join(["To bear in mind:", "", *(f"- {caution}." for caution in cautions)]))
+        parts.append("\n".join(["Cautions:", "", *(f"- {caution}." for caution in cautions)]))
     return "\n\n".join(parts) + "\n"
 
 
-def as_plain(report: AblationReport, *, command: str, ours: str, cautions: Sequence[str]) -> dict[str, Any]:
-    """Everything, number by number."""
+def ablation_values(report: AblationReport, *, command: str, ours: str, cautions: Sequence[str]) -> dict[str, Any]:
+    """ablation.json."""
     return {
         "kind": report.kind,
         "command": command,
@@ -34,7 +34,7 @@ def as_plain(report: AblationReport, *, command: str, ours: str, cautions: Seque
         "chance": report.chance,
         "default": report.default,
         "paper_default": report.ablation.paper_default,
-        "points": [_plain_point(point) for point in report.points],
+        "points": [_point_values(point) for point in report.points],
         "paper": [
             {
                 "value": point.value,
@@ -50,7 +50,7 @@ def as_plain(report: AblationReport, *, command: str, ours: str, cautions: Seque
     }
 
 
-def _plain_point(point: GridPoint) -> dict[str, Any]:
+def _point_values(point: GridPoint) -> dict[str, Any]:
     return {
         "value": point.value,
         "strategy": point.strategy,

@@ -1,8 +1,7 @@
 """The paper's three ablations (Section 5): its figures, our runs beside them, and the table of both.
 
-A grid varies one number, the size K of the memory or the size N_b of its blocks, or deals the rows to blocks in two
-ways. Ours and the paper's memories differ in size, so figures stand side by side where the ratio to the default is the
-same. Everything here is a pure function of outcomes.
+A grid varies the size K of the memory, the size N_b of its blocks, or how rows are assigned to blocks. Our memory and
+the paper's differ in size, so figures with the same ratio to the default are compared. All functions are pure.
 """
 
 import statistics
@@ -14,11 +13,11 @@ from typing import Literal
 from massl.reports.published.paper import PaperFigure, paper_tables
 from massl.reports.tables import ResultsTable
 
-Kind = Literal["memory-size", "block-size", "block-sampling"]
-Strategy = Literal["random", "blockwise"]  # how rows are dealt to blocks: "Stochastic" and "Blockwise" in the paper
+AblationName = Literal["memory-size", "block-size", "block-sampling"]
+Strategy = Literal["random", "blockwise"]  # how blocks get their rows: "Stochastic" and "Blockwise" in the paper
 State = Literal["finished", "unfinished", "failed", "waiting"]
 
-COMPARED_NEIGHBOURS = 20  # of the protocol's several k the one that is compared: DINO's and iBOT's figures have it
+COMPARED_NEIGHBOURS = 20  # the k that is compared, as in DINO and iBOT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +25,13 @@ class Ablation:
     """What a grid varies."""
 
     title: str
-    symbol: str  # of the number, as the paper writes it
-    key: str  # its place in a recipe
-    paper_default: int  # its value in all other experiments of the paper (appendix on implementation)
+    symbol: str  # in the paper
+    key: str  # in a recipe
+    paper_default: int  # in the paper's other experiments (appendix on implementation)
     strategies: tuple[Strategy, ...]
 
 
-ABLATIONS: dict[Kind, Ablation] = {
+ABLATIONS: dict[AblationName, Ablation] = {
     "memory-size": Ablation(
         title="Size K of the memory",
         symbol="K",
@@ -55,24 +54,22 @@ ABLATIONS: dict[Kind, Ablation] = {
         strategies=("random", "blockwise"),
     ),
 }
-# Under these names the strategies stand in paper_tables.toml.
+# names of the strategies in paper_tables.toml
 _PAPER_METHODS: dict[Strategy, str] = {"random": "MaSSL", "blockwise": "MaSSL (contiguous blocks)"}
-
-
-_MAY_BE_SHARED = ("K", "N_b", "seeds", "untrained")  # columns that are left out where all their cells are equal
-_WORDS = frozenset({"blocks", "state"})  # columns to set flush left; all others hold numbers
+_MAY_BE_SHARED = ("K", "N_b", "seeds", "untrained")  # columns that move to the title if all their cells are equal
+_TEXT_COLUMNS = frozenset({"blocks", "state"})  # left-aligned; all others hold numbers
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperPoint:
     """One figure of the paper's table."""
 
-    value: int  # of K or N_b
+    value: int  # K or N_b
     strategy: Strategy
     figure: PaperFigure
 
 
-def paper_points(kind: Kind) -> list[PaperPoint]:
+def paper_points(kind: AblationName) -> list[PaperPoint]:
     """The paper's table for this ablation, row by row."""
     (table,) = (table for table in paper_tables() if table.id == kind)
     rows = {row.method: row for row in table.rows}
@@ -85,45 +82,41 @@ def paper_points(kind: Kind) -> list[PaperPoint]:
 
 
 def scaled(paper_value: int, *, default: int, paper_default: int) -> int:
-    """The value that is to our default as the paper's is to the paper's, in whole rows."""
+    """The paper's value in proportion to our default, in whole rows."""
     return round(paper_value * default / paper_default)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """One run of a grid: what it was, and what came of it."""
+    """One run of a grid and its results."""
 
-    value: int  # of K or N_b, whichever varies
+    value: int  # K or N_b, whichever varies
     strategy: Strategy
     num_rows: int  # K
     block_size: int  # N_b
     seed: int
     folder: str
     state: State = "waiting"
-    error: str = ""  # of a run that failed
-    knn_start: float | None = None  # percent, by the run's own probes: of the untrained network
+    error: str = ""  # why it failed
+    knn_start: float | None = None  # percent, by the run's own probe before training
     knn_last: float | None = None  # and at the end
-    # number of neighbours -> percent, by the protocol `knn` on images named for it
-    evaluated: Mapping[int, float] | None = None
+    evaluated: Mapping[int, float] | None = None  # number of neighbours -> percent, by the protocol knn if requested
     effective_rank: float | None = None
     images_per_second: float | None = None
     collapse_signs: tuple[str, ...] = ()
 
     @property
     def accuracy(self) -> float | None:
-        """What is compared: the protocol's number where it was asked for, otherwise that of the last probe; none of
-        half a run.
-        """
+        """What is compared: the protocol's number if requested, otherwise the last probe's; None if unfinished."""
         if self.state != "finished":
             return None
         if self.evaluated is None:
             return self.knn_last
-        # of ten images there are no twenty neighbours
-        return self.evaluated[min(COMPARED_NEIGHBOURS, max(self.evaluated))]
+        return self.evaluated[min(COMPARED_NEIGHBOURS, max(self.evaluated))]  # few images have fewer neighbours
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Number of neighbours and accuracy where that is highest; of equal ones the fewest neighbours."""
+        """Number of neighbours with the highest accuracy, and that accuracy; the fewest neighbours if equal."""
         if self.state != "finished" or not self.evaluated:
             return None
         return max(sorted(self.evaluated.items()), key=lambda entry: entry[1])
@@ -131,12 +124,12 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class GridPoint:
-    """All runs of one value, one a seed."""
+    """All runs of one value, one per seed."""
 
     value: int
     strategy: Strategy
     runs: tuple[RunOutcome, ...]
-    paper: PaperPoint | None  # of the same ratio to the default
+    paper: PaperPoint | None  # with the same ratio to the default
 
     @cached_property
     def accuracies(self) -> tuple[float, ...]:
@@ -148,7 +141,7 @@ class GridPoint:
 
     @property
     def deviation(self) -> float | None:
-        """Sample deviation over seeds."""
+        """Sample standard deviation over seeds."""
         return statistics.stdev(self.accuracies) if len(self.accuracies) > 1 else None
 
     @property
@@ -164,11 +157,11 @@ class GridPoint:
 class AblationReport:
     """Everything that tables, sentences and plots show."""
 
-    kind: Kind
-    default: int  # of the recipe: what ratios refer to
-    measured: str  # how accuracies were: "last probe, k=20 of 10 classes"
+    kind: AblationName
+    default: int  # the recipe's value, which ratios refer to
+    measured: str  # how accuracies were measured: "last probe, k=20, 2,000 images"
     num_classes: int | None  # of the images that k-NN was measured on
-    points: tuple[GridPoint, ...]  # by strategy, in it by value
+    points: tuple[GridPoint, ...]  # by strategy, then by value
 
     @property
     def ablation(self) -> Ablation:
@@ -176,7 +169,7 @@ class AblationReport:
 
     @property
     def chance(self) -> float | None:
-        """Percent that guessing reaches on classes of one size."""
+        """Accuracy of guessing in percent, if classes are equally large."""
         return None if self.num_classes is None else 100.0 / self.num_classes
 
     def of(self, strategy: Strategy) -> tuple[GridPoint, ...]:
@@ -184,26 +177,25 @@ class AblationReport:
 
 
 def report_of(
-    kind: Kind, outcomes: Sequence[RunOutcome], *, default: int, measured: str, num_classes: int | None
+    kind: AblationName, outcomes: Sequence[RunOutcome], *, default: int, measured: str, num_classes: int | None
 ) -> AblationReport:
-    """Runs of one value together, and beside them the paper's figure of the same ratio."""
+    """Group runs by value and add the paper's figure with the same ratio."""
     ablation = ABLATIONS[kind]
     published = {
         (scaled(point.value, default=default, paper_default=ablation.paper_default), point.strategy): point
         for point in paper_points(kind)
     }
-    keys = sorted(
-        {(run.value, run.strategy) for run in outcomes}, key=lambda key: (ablation.strategies.index(key[1]), key[0])
-    )
     points = []
-    for value, strategy in keys:
-        runs = tuple(run for run in outcomes if (run.value, run.strategy) == (value, strategy))
-        points.append(GridPoint(value, strategy, runs, published.get((value, strategy))))
+    for strategy in ablation.strategies:
+        runs = [run for run in outcomes if run.strategy == strategy]
+        for value in sorted({run.value for run in runs}):
+            of_value = tuple(run for run in runs if run.value == value)
+            points.append(GridPoint(value, strategy, of_value, published.get((value, strategy))))
     return AblationReport(kind=kind, default=default, measured=measured, num_classes=num_classes, points=tuple(points))
 
 
 def ratio_text(value: int, default: int) -> str:
-    """How people say it: 1/8, 1, 2."""
+    """As people write it: 1/8, 1, 2."""
     if value < default and default % value == 0:
         return f"1/{default // value}"
     return f"{value / default:.3g}"
@@ -213,9 +205,7 @@ def ratio_text(value: int, default: int) -> str:
 
 
 def table_of(report: AblationReport) -> ResultsTable:
-    """One line a grid point; columns that would be empty are left out, and of what does not vary one number stands in
-    the title.
-    """
+    """One line per grid point. Empty columns are left out; sizes that do not vary move to the title."""
     marks: dict[str, str] = {}
     columns = {heading: [text(point) for point in report.points] for heading, text in _columns(report, marks).items()}
     shared = {
@@ -231,12 +221,12 @@ def table_of(report: AblationReport) -> ResultsTable:
         columns=tuple(shown),
         lines=tuple(zip(*shown.values(), strict=True)),
         footnotes=(*(f"{mark} {note}" for note, mark in marks.items()), *failures),
-        text_columns=_WORDS,
+        text_columns=_TEXT_COLUMNS,
     )
 
 
 def _columns(report: AblationReport, marks: dict[str, str]) -> dict[str, Callable[[GridPoint], str]]:
-    """Heading -> what stands below it."""
+    """Heading -> text of a cell."""
     symbol, is_memory = report.ablation.symbol, report.kind == "memory-size"
     varies_strategy, other = len(report.ablation.strategies) > 1, "N_b" if is_memory else "K"
     return {
@@ -263,11 +253,12 @@ def _accuracy_text(mean: float | None, deviation: float | None) -> str:
 
 
 def _best_text(point: GridPoint) -> str:
-    """Mean over seeds of each one's best, with the numbers of neighbours that gave them."""
+    """Mean over seeds of the best accuracy, with the numbers of neighbours that gave it."""
     best = [run.best for run in point.runs if run.best is not None]
     if not best:
         return ""
-    return f"{statistics.fmean(accuracy for _, accuracy in best):.2f} (k={', '.join(str(k) for k in sorted({k for k, _ in best}))})"
+    neighbours = ", ".join(map(str, sorted({k for k, _ in best})))
+    return f"{statistics.fmean(accuracy for _, accuracy in best):.2f} (k={neighbours})"
 
 
 def _number(number: float | None, form: str) -> str:
@@ -275,15 +266,14 @@ def _number(number: float | None, form: str) -> str:
 
 
 def _state_text(point: GridPoint) -> str:
-    """Nothing where all runs are finished and well."""
-    states: list[str] = [run.state for run in point.runs if run.state != "finished"] + [
-        "collapsed"
-    ] * point.num_collapsed
+    """Empty if all runs are finished and healthy."""
+    states: list[str] = [run.state for run in point.runs if run.state != "finished"]
+    states += ["collapsed"] * point.num_collapsed
     total = f" of {len(point.runs)}" if len(point.runs) > 1 else ""
     return ", ".join(f"{states.count(state)}{total} {state}" if total else state for state in dict.fromkeys(states))
 
 
 def _figure_text(figure: PaperFigure, marks: dict[str, str]) -> str:
-    """The paper's number with the marks of its notes, which are explained below the table."""
+    """The paper's number with the marks of its footnotes."""
     own = [marks.setdefault(note, f"[{len(marks) + 1}]") for note in figure.notes]
     return " ".join([f"{figure.value:.1f}", *own])

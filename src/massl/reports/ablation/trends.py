@@ -1,28 +1,22 @@
-"""What an ablation's numbers say, in words that are put together from the numbers alone."""
+"""The trends of an ablation in words, derived from its numbers alone."""
 
 import itertools
 import math
 import statistics
 from collections.abc import Sequence
 
-from massl.reports.ablation.records import AblationReport, GridPoint, paper_points, ratio_text
+from massl.reports.ablation.records import AblationReport, paper_points, ratio_text
 
-_STANDARD_ERRORS = 2.0  # from here on a difference of two means counts: chance alone goes beyond in about one of twenty
+_STANDARD_ERRORS = 2.0  # chance alone makes two means differ by more in about one case of twenty
 
 
 def sentences_of(report: AblationReport) -> list[str]:
-    """Ours first, then the paper's, then how well they agree and how far to trust that."""
-    return [
-        *_trends(report),
-        *_sampling(report),
-        *_agreement(report),
-        *_collapse(report),
-        *_trust(report),
-    ]
+    """Our trend and the paper's, how well they agree, and how reliable that is."""
+    return [*_trends(report), *_sampling(report), *_agreement(report), *_collapse(report), *_trust(report)]
 
 
 def trend_in_words(points: Sequence[tuple[int, float]], *, symbol: str, noise: float = 0.0) -> str:
-    """Rises and falls of a curve of (value, percent), in order of values; a swing of at most `noise` points is none."""
+    """Rises and falls of a curve of (value, percent), sorted by value. Swings up to `noise` points are ignored."""
     if len(points) == 1:
         return f"is {points[0][1]:.1f} % at {symbol}={points[0][0]:,}, the only value so far"
     accuracies = [accuracy for _, accuracy in points]
@@ -40,10 +34,9 @@ def trend_in_words(points: Sequence[tuple[int, float]], *, symbol: str, noise: f
 
 
 def turning_points(values: Sequence[float], *, noise: float) -> list[int]:
-    """Where a curve turns, by position: the first, each extreme that it leaves by more than `noise`, and the last one
-    it reached.
+    """Positions of the first value, of each extreme that the curve leaves by more than `noise`, and of the last one.
 
-    A curve that nowhere swings by more than `noise` has only its first position.
+    A curve that never swings by more than `noise` has only its first position.
     """
     turns, extreme, direction = [0], 0, 0
     for at, value in enumerate(values):
@@ -60,9 +53,7 @@ def turning_points(values: Sequence[float], *, noise: float) -> list[int]:
 
 
 def noise_of(report: AblationReport) -> float | None:
-    """By how many points means over seeds differ by chance: two standard errors of a difference. None where one seed
-    cannot tell.
-    """
+    """Points by which means over seeds differ by chance: two standard errors of a difference. None with one seed."""
     repeated = [point for point in report.points if point.deviation is not None and not point.num_collapsed]
     if not repeated:
         return None
@@ -92,7 +83,7 @@ def _trends(report: AblationReport) -> list[str]:
 
 
 def _sampling(report: AblationReport) -> list[str]:
-    """Blockwise against random, at equal sizes."""
+    """Blockwise against random blocks of the same size."""
     if "blockwise" not in report.ablation.strategies:
         return []
     random = {point.value: point.mean for point in report.of("random")}
@@ -111,7 +102,7 @@ def _sampling(report: AblationReport) -> list[str]:
 
 
 def _agreement(report: AblationReport) -> list[str]:
-    """How many pairs of rows the paper orders as we do, and where each is best."""
+    """How many pairs of rows have the same order in the paper, and the best value of each."""
     both = [
         (point.mean, point.paper.figure.value)
         for point in report.points
@@ -120,16 +111,15 @@ def _agreement(report: AblationReport) -> list[str]:
     differences = [
         (ours - other, papers - others) for at, (ours, papers) in enumerate(both) for other, others in both[:at]
     ]
-    # the four collapsed figures of the paper are equal
-    told_apart = [(ours, papers) for ours, papers in differences if papers != 0]
-    if not told_apart:
+    distinct = [(ours, papers) for ours, papers in differences if papers != 0]  # the paper's collapsed ones are equal
+    if not distinct:
         return []
-    num_same = sum(ours * papers > 0 for ours, papers in told_apart)
-    best = max((point for point in report.points if point.mean is not None), key=_mean_of)
+    num_same = sum(ours * papers > 0 for ours, papers in distinct)
+    best = max(report.points, key=lambda point: -math.inf if point.mean is None else point.mean)
     published = max(paper_points(report.kind), key=lambda point: point.figure.value)
     symbol, paper_default = report.ablation.symbol, report.ablation.paper_default
     return [
-        f"Pairs of rows in the paper's order: {num_same} of the {len(told_apart)} that the paper tells apart.",
+        f"Pairs of rows in the paper's order: {num_same} of the {len(distinct)} that differ in the paper.",
         f"Best of ours: {symbol}={best.value:,} ({_relative(best.value, report.default)}); "
         f"of the paper's: {symbol}={published.value:,} ({_relative(published.value, paper_default)}).",
     ]
@@ -139,11 +129,6 @@ def _relative(value: int, default: int) -> str:
     return "the default" if value == default else f"{ratio_text(value, default)} × the default"
 
 
-def _mean_of(point: GridPoint) -> float:
-    assert point.mean is not None
-    return point.mean
-
-
 def _collapse(report: AblationReport) -> list[str]:
     said = []
     for strategy in report.ablation.strategies:
@@ -151,22 +136,21 @@ def _collapse(report: AblationReport) -> list[str]:
         collapsed = [run for run in finished if run.collapse_signs]
         share = f"{strategy.capitalize()} blocks: {len(collapsed)} of {len(finished)} runs show signs of collapse"
         if collapsed:
-            said.append(
-                f"{share}, for example {report.ablation.symbol}={collapsed[0].value:,}: {'; '.join(collapsed[0].collapse_signs)}."
-            )
+            example = f"{report.ablation.symbol}={collapsed[0].value:,}: {'; '.join(collapsed[0].collapse_signs)}"
+            said.append(f"{share}, for example {example}.")
         elif finished and strategy == "blockwise":
             said.append(f"{share}; in the paper all collapse.")
     return said
 
 
 def _trust(report: AblationReport) -> list[str]:
-    """How far differences can be trusted."""
+    """How reliable differences are."""
     noise = noise_of(report)
     numbers = [len(point.accuracies) for point in report.points if point.accuracies]
     if not numbers:
         return []
     if noise is None:
-        return ["How much of the differences is chance is not known from one run a value; --seeds 0 1 2 tells."]
+        return ["One run per value does not show how much of the differences is chance; --seeds 0 1 2 does."]
     return [
         f"Differences of up to {noise:.1f} points may be chance (two standard errors, {min(numbers)} seeds a value)."
     ]

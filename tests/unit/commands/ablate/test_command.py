@@ -1,6 +1,4 @@
-"""Which runs an ablation consists of, and what becomes of them; training itself is a stand-in that writes a run's
-files.
-"""
+"""Which runs an ablation consists of and what becomes of them; training is a stand-in that writes a run's files."""
 
 import json
 import os
@@ -14,16 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from massl.cli import parse_pretrain
-from massl.commands.ablate.command import AblateSettings, AblationResult, ablate, run_ablation
 from massl.commands.ablate import command as ablate_module
+from massl.commands.ablate.command import AblateSettings, AblationResult, ablate, run_ablation
 from massl.commands.ablate.grids import Grid, massl_settings, plan_grid
 from massl.commands.ablate.outcomes import choose_yardstick
-from massl.commands.pretrain import PretrainResult
+from massl.commands.pretrain import PretrainResult, parse_pretrain
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import MasslError, RecipeError, to_yaml
 from massl.methods.base import MethodSettings
-from massl.reports.ablation.records import Kind, paper_points
+from massl.reports.ablation.records import AblationName, paper_points
 from massl.training.run_folder import RunFolderError
 from massl.training.trainer import TrainingStopped
 
@@ -31,7 +28,7 @@ SOURCE = "demo:train"
 
 
 def grid(
-    kind: Kind,
+    kind: AblationName,
     *,
     recipe: str = "massl-cifar",
     num_images: int = 50_000,
@@ -52,7 +49,7 @@ def sizes(planned: Grid) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("kind", ["memory-size", "block-size", "block-sampling"])
-def test_with_the_papers_recipe_the_grid_is_the_papers(kind: Kind) -> None:
+def test_with_the_papers_recipe_the_grid_is_the_papers(kind: AblationName) -> None:
     planned = grid(kind, recipe="massl-vits16", num_images=1_281_167)
     assert [(run.value, run.strategy) for run in planned.runs] == [
         (point.value, point.strategy) for point in paper_points(kind)
@@ -134,12 +131,12 @@ def test_further_seeds_join_the_runs_that_are_there() -> None:
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        ("block-size", [4096, 32768], "--values: a block of 32768 rows does not fit a memory of 16384"),
-        ("memory-size", [512], "--values: a block of 1024 rows does not fit a memory of 512"),
+        ("block-size", [4096, 32768], "--values: .*32768.* 16384"),
+        ("memory-size", [512], "--values: .*1024.* 512"),
         ("block-size", [1], "a block of 1 row is too small"),
     ],
 )
-def test_values_that_do_not_fit_are_refused(kind: Kind, values: list[int], message: str) -> None:
+def test_values_that_do_not_fit_are_refused(kind: AblationName, values: list[int], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         grid(kind, values=values)
 
@@ -149,11 +146,11 @@ def test_values_that_do_not_fit_are_refused(kind: Kind, values: list[int], messa
     [
         ("memory-size", "method.memory.num_rows", "--values"),
         ("block-size", "method.memory.block_size", "--values"),
-        ("block-sampling", "method.memory.random_blocks", "both ways"),
+        ("block-sampling", "method.memory.random_blocks", "leave it out"),
         ("block-size", "trainer.seed", "--seeds"),
     ],
 )
-def test_what_the_grid_varies_cannot_be_set_for_all_runs(kind: Kind, key: str, instead: str) -> None:
+def test_what_the_grid_varies_cannot_be_set_for_all_runs(kind: AblationName, key: str, instead: str) -> None:
     with pytest.raises(RecipeError, match=instead):
         grid(kind, overrides={key: 4096 if key != "method.memory.random_blocks" else True})
 
@@ -196,7 +193,7 @@ class _OtherSettings(MethodSettings):
 def test_recipes_of_other_methods_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other = load_recipe("massl-cifar").model_copy(update={"method": _OtherSettings()})
     monkeypatch.setattr(ablate_module, "load_recipe", lambda *_: other)
-    with pytest.raises(RecipeError, match="vary the memory of massl, but this recipe trains other"):
+    with pytest.raises(RecipeError, match="memory of massl, but this recipe trains other"):
         ablate("memory-size", recipe="massl-cifar", output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -250,7 +247,7 @@ def metrics_of(recipe: PretrainRecipe, *, knn: float, epoch: int = 14, **changes
 
 
 class Stage:
-    """Stands in for `pretrain`: what happens to a run is decided by its block size and whether its blocks are random."""
+    """Stands in for `pretrain`: block size and random_blocks decide what happens to a run."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -277,13 +274,13 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     """Without figures too, which take longer than all else."""
     stage = Stage()
     monkeypatch.setattr(ablate_module, "pretrain", stage)
-    monkeypatch.setattr("massl.reports.comparison.plots.save_figure", lambda *_: None)
+    monkeypatch.setattr("massl.reports.figures.save_figure", lambda *_: None)
     return stage
 
 
 @pytest.fixture
 def run(stage: Stage, tmp_path: Path) -> Callable[..., AblationResult]:
-    def run(kind: Kind = "block-size", **changes: Any) -> AblationResult:
+    def run(kind: AblationName = "block-size", **changes: Any) -> AblationResult:
         given = {"recipe": "demo", "output": tmp_path / "out", "values": (64, 128), **changes}
         return ablate(kind, **given)
 
@@ -311,7 +308,8 @@ def test_runs_are_read_into_table_page_and_json(run: Any, capsys: pytest.Capture
     assert result.folder == folder
     plain = json.loads((folder / "ablation.json").read_text())
     assert plain["ours"] == "demo (vit_tiny_patch16_224) on demo:train (8,000 images), 14 epochs, batch 128"
-    command = f"massl ablate block-size --recipe demo --values 512 1024 --seeds 0 1 2 --set trainer.epochs=14 --output {tmp_path / 'out'}"
+    changes = "--values 512 1024 --seeds 0 1 2 --set trainer.epochs=14"
+    command = f"massl ablate block-size --recipe demo --output {tmp_path / 'out'} {changes}"
     assert plain["command"] == command
     assert command in (folder / "ablation.md").read_text()
     shown = capsys.readouterr()
@@ -365,7 +363,7 @@ def test_several_processes_are_sent_to_the_plan(
     run: Any, stage: Stage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
-    with pytest.raises(RecipeError, match="--plan True prints the commands to train its runs with torchrun"):
+    with pytest.raises(RecipeError, match=r"--plan True .* torchrun"):
         run()
     assert not (tmp_path / "out").exists()
 
@@ -373,10 +371,8 @@ def test_several_processes_are_sent_to_the_plan(
 def test_the_plan_is_a_command_for_every_run_that_makes_exactly_it(
     stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = AblateSettings(
-        recipe="demo", output=str(tmp_path / "out"), values=(64,), seeds=(0, 1), set=("trainer.epochs=3",), plan=True
-    )
-    result = run_ablation("block-sampling", settings)
+    changes: dict[str, Any] = {"values": (64,), "seeds": (0, 1), "set": ("trainer.epochs=3",), "plan": True}
+    result = run_ablation(AblateSettings(kind="block-sampling", recipe="demo", output=str(tmp_path / "out"), **changes))
     assert stage.order == []
     assert {run.state for point in result.report.points for run in point.runs} == {"waiting"}
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
@@ -444,8 +440,5 @@ def test_the_first_epochs_are_too_early_for_signs_of_collapse(run: Any, stage: S
 
 
 def test_an_unknown_ablation_is_named_with_the_known_ones(tmp_path: Path) -> None:
-    settings = AblateSettings(recipe="demo", output=str(tmp_path))
-    with pytest.raises(
-        RecipeError, match=r"no ablation 'memory-siz'. Did you mean 'memory-size'\? Known: memory-size, block-size"
-    ):
-        run_ablation("memory-siz", settings)
+    with pytest.raises(RecipeError, match=r"kind: .*'memory-size', 'block-size' or 'block-sampling'.*'memory-siz'"):
+        ablate("memory-siz", recipe="demo", output=tmp_path)  # type: ignore[arg-type]

@@ -10,14 +10,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from massl.reports.ablation.documents import ablation_document, as_plain
+from massl.commands.console import print_table
+from massl.reports.ablation.documents import ablation_document, ablation_values
 from massl.reports.ablation.plots import ablation_figure
 from massl.reports.ablation.records import (
     ABLATIONS,
+    AblationName,
     AblationReport,
-    Kind,
     RunOutcome,
-    as_rich,
     paper_points,
     ratio_text,
     report_of,
@@ -46,7 +46,7 @@ def outcome(value: int, accuracy: float | None = 50.0, **changes: Any) -> RunOut
 def report(
     accuracies: Mapping[int, float | None],
     *,
-    kind: Kind = "block-size",
+    kind: AblationName = "block-size",
     blockwise: Mapping[int, float] | None = None,
     default: int = 4096,
 ) -> AblationReport:
@@ -94,7 +94,7 @@ def test_the_papers_tables_are_read_as_curves() -> None:
 
 
 @pytest.mark.parametrize("kind", ABLATIONS)
-def test_the_papers_default_lies_among_or_beside_its_values(kind: Kind) -> None:
+def test_the_papers_default_lies_among_or_beside_its_values(kind: AblationName) -> None:
     values = [point.value for point in paper_points(kind)]
     default = ABLATIONS[kind].paper_default
     assert default in values or kind == "block-sampling"
@@ -194,7 +194,7 @@ def test_what_differs_between_lines_stays_a_column() -> None:
 def test_the_table_fits_a_terminal_of_ninety_columns_without_losing_a_number() -> None:
     shown = table_of(report({128: 50.0, 8192: None}, kind="block-sampling", blockwise={128: 10.0}))
     screen = io.StringIO()
-    Console(file=screen, width=90, color_system=None).print(as_rich(shown))
+    print_table(Console(file=screen, width=90, color_system=None), shown)
     words = screen.getvalue().split()
     assert all(word in words for line in shown.lines for cell in line for word in cell.split())
 
@@ -270,12 +270,12 @@ def test_ours_and_the_papers_trend_stand_one_after_the_other() -> None:
 )
 def test_pairs_in_the_papers_order_are_counted(accuracies: dict[int, float], num_same: int) -> None:
     said = sentences_of(report({**accuracies, 3000: 70.0}))  # which the paper has not
-    assert f"Pairs of rows in the paper's order: {num_same} of the 3 that the paper tells apart." in said
+    assert any(f"in the paper's order: {num_same} of the 3" in sentence for sentence in said)
 
 
 def test_pairs_that_the_paper_does_not_tell_apart_do_not_count() -> None:
     said = sentences_of(report({128: 50.0, 256: 51.0}, kind="block-sampling", blockwise={128: 11.0, 256: 10.0}))
-    assert "Pairs of rows in the paper's order: 5 of the 5 that the paper tells apart." in said
+    assert any("in the paper's order: 5 of the 5" in sentence for sentence in said)
 
 
 def test_where_each_is_best_is_told_relative_to_the_default() -> None:
@@ -330,9 +330,7 @@ def test_collapsed_runs_do_not_make_seeds_look_alike() -> None:
 
 def test_one_seed_cannot_tell_chance_and_says_so() -> None:
     assert noise_of(report({128: 50.0, 256: 55.0})) is None
-    assert sentences_of(report({128: 50.0}))[-1] == (
-        "How much of the differences is chance is not known from one run a value; --seeds 0 1 2 tells."
-    )
+    assert "--seeds 0 1 2" in sentences_of(report({128: 50.0}))[-1]
 
 
 def test_a_grid_without_any_number_says_only_what_the_paper_has() -> None:
@@ -357,12 +355,12 @@ def test_the_page_holds_command_table_picture_sentences_and_cautions() -> None:
     assert all(f"- {sentence}\n" in page for sentence in sentences_of(shown))
     assert page.endswith("- mind the gap.\n")
     without = ablation_document(shown, command="c", ours="o", cautions=[], picture="a.png")
-    assert "bear in mind" not in without
+    assert "Cautions" not in without
 
 
 def test_plain_values_survive_json() -> None:
     shown = report({128: 50.0, 256: None, 3000: 51.0})
-    plain = json.loads(json.dumps(as_plain(shown, command="massl ablate", ours="demo", cautions=("mind",))))
+    plain = json.loads(json.dumps(ablation_values(shown, command="massl ablate", ours="demo", cautions=("mind",))))
     assert [
         (point["value"], point["mean"], point["paper_value"], point["paper_knn_top1"]) for point in plain["points"]
     ] == [
