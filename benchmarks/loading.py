@@ -1,10 +1,10 @@
-"""From JPEG files to updated weights: can files be read, decoded and cut into views as fast as the network trains?
+"""From JPEG files to updated weights: can images be loaded and augmented as fast as the network trains?
 
     python benchmarks/loading.py --images FOLDER_OR_TAR --files 20000 --batch 256
 
-Four measurements in one run: the loader alone; loader and views; the step alone on synthetic views; all together, as
-the trainer does it. The last over the third is the result. Times are means over all timed steps, not medians: with
-images read ahead, a rare long wait counts.
+Four measurements: the loader alone; loader and views; the training step on synthetic views; all together, as in the
+trainer. The result is the ratio of the last two. Times are means over all timed steps, not medians: with images read
+ahead, a rare long wait counts.
 """
 
 import argparse
@@ -26,15 +26,11 @@ _FILES_PER_FOLDER = 1000
 def main(arguments: Sequence[str] | None = None) -> list[Case]:
     parser = argparse.ArgumentParser(description="From JPEG files on disk to updated weights.")
     parser.add_argument("--images", required=True, type=Path, help="a folder or a tar of JPEG files")
-    parser.add_argument("--files", default=20_000, type=int, help="copies are made of them up to this number")
-    parser.add_argument(
-        "--scratch", default=None, type=Path, help="where the copies go for the time of the run; default: the system's"
-    )
+    parser.add_argument("--files", default=20_000, type=int, help="the images are copied to this many files")
+    parser.add_argument("--scratch", type=Path, help="folder of the temporary copies; default: the system's")
     parser.add_argument("--workers", default=16, type=int, help="threads or processes that read and decode")
-    parser.add_argument(
-        "--worker-kind", default="processes", choices=ours.WORKER_KINDS, help="threads serve the GPU decoder"
-    )
-    parser.add_argument("--decoder", default="cpu", choices=ours.DECODERS, help="what decodes plain JPEGs")
+    parser.add_argument("--worker-kind", default="processes", choices=ours.WORKER_KINDS, help="gpu decoder: threads")
+    parser.add_argument("--decoder", default="cpu", choices=ours.DECODERS, help="decoder of plain JPEGs")
     parser.add_argument("--model", default="vit_small_patch16_224", help="a timm model name")
     parser.add_argument("--batch", default=128, type=int, help="images per step")
     add_training_arguments(parser)
@@ -50,9 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
     cases = []
     with tempfile.TemporaryDirectory(prefix="massl-loading-", dir=chosen.scratch) as folder:
         num_bytes = replicate(images, Path(folder), num_files=chosen.files)
-        remark(
-            f"# {chosen.files} files of {num_bytes / chosen.files / 1e3:.0f} kB, written just now: the page cache may hold them"
-        )
+        kilobytes = num_bytes / chosen.files / 1e3
+        remark(f"# {chosen.files} files of {kilobytes:.0f} kB, just written: they may be in the page cache")
         for kernels in chosen.kernels:
             cases += measure_all(Path(folder), chosen, kernels)
             free_memory()
@@ -61,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Case]:
 
 
 def jpeg_files(path: Path) -> Iterator[bytes]:
-    """The content of each JPEG file in a folder, at any depth, or in a tar archive."""
+    """The content of each JPEG file in a folder (at any depth) or a tar archive."""
     found = False
     if path.is_dir():
         for file in sorted(file for file in path.rglob("*") if file.suffix.lower() in _SUFFIXES):
@@ -79,7 +74,7 @@ def jpeg_files(path: Path) -> Iterator[bytes]:
 
 
 def replicate(images: Sequence[bytes], folder: Path, *, num_files: int) -> int:
-    """Write the images in turn until there are `num_files` real files; returns the bytes written."""
+    """Write the images in turn to `num_files` files; returns the number of bytes written."""
     num_bytes = 0
     for number, content in enumerate(itertools.islice(itertools.cycle(images), num_files)):
         parent = folder / f"part-{number // _FILES_PER_FOLDER:05d}"
@@ -112,7 +107,7 @@ def measure_all(folder: Path, chosen: argparse.Namespace, kernels: str) -> list[
         )
 
     def measure_compute_only() -> Case:
-        views = ours.synthetic_views(spec)  # gone before files and weights are measured together
+        views = ours.synthetic_views(spec)  # freed before the last measurement
         return measure("3 compute only", lambda number: training.on_views(views, number))
 
     def loader() -> ours.OpenLoader:
@@ -133,7 +128,7 @@ def measure_all(folder: Path, chosen: argparse.Namespace, kernels: str) -> list[
     compute_only = emit(measure_compute_only())
     cases.append(compute_only)
     with loader() as images_at:
-        # The trainer just measured, kernels and graphs included: the ratio compares like with like.
+        # the same trainer as above, with its kernels and graphs, so that the ratio is fair
         together = measure("4 files to weights", lambda number: training.on_images(images_at(number), number))
     share = round(together.images_per_second / compute_only.images_per_second, 4)
     cases.append(emit(replace(together, extras={**together.extras, "share_of_compute_only": share})))

@@ -1,4 +1,4 @@
-"""Data parallelism: the only file that imports torch.distributed. Every function works in a single process too."""
+"""Data parallelism; the only file that imports torch.distributed. Every function also works in a single process."""
 
 import contextlib
 import datetime
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def start(device_type: str) -> None:
-    """Join the process group that torchrun describes in the environment; nothing to do for a single process."""
+    """Join the process group that torchrun describes in the environment; does nothing in a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
     if device_type == "cuda":
@@ -34,7 +34,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Which device of its machine this process uses."""
+    """Index of this process's device on its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -48,26 +48,25 @@ def barrier() -> None:
 
 
 def gather_rows(rows: Tensor) -> Tensor:  # [n, ...] on each rank -> [n * world_size, ...], in rank order
-    """The rows of all ranks, one below the other; no gradient. Every rank must bring the same number."""
+    """The rows of all ranks, concatenated, without gradient. Every rank must have the same number of rows."""
     if world_size() == 1:
         return rows
-    rows = rows.contiguous()  # and so what is made like it: collectives know nothing of strides
+    rows = rows.contiguous()  # collectives ignore strides; empty_like copies them
     gathered = [torch.empty_like(rows) for _ in range(world_size())]
     dist.all_gather(gathered, rows)
     return torch.cat(gathered)
 
 
 def gather_rows_with_gradient(rows: Tensor) -> Tensor:  # [n, ...] on each rank -> [n * world_size, ...], in rank order
-    """`gather_rows` for losses in which the images of all ranks meet: each rank's rows receive the gradients of every
-    rank's loss.
+    """`gather_rows` for losses over the images of all ranks: the rows receive the gradients of every rank's loss.
 
-    Data parallelism averages gradients over ranks, so what is trained is the mean of the ranks' losses.
+    Data parallelism averages gradients over ranks, so the mean of the ranks' losses is trained.
     """
     return rows if world_size() == 1 else _GatherRows.apply(rows)
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
-    """The sum of all ranks' values, on each of them; every value receives the gradients of every rank's loss."""
+    """The sum over ranks, on each rank; every value receives the gradients of every rank's loss."""
     return value if world_size() == 1 else _Sum.apply(value)
 
 
@@ -100,13 +99,11 @@ def _summed(value: Tensor) -> Tensor:
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    if world_size() == 1:
-        return value
-    return _summed(value) / world_size()
+    return value if world_size() == 1 else _summed(value) / world_size()
 
 
 def largest_over_ranks(number: int, device: torch.device) -> int:
-    """The largest number of all ranks, so that all act on it at the same step."""
+    """The largest number over ranks, so that all ranks act at the same step."""
     if world_size() == 1:
         return number
     largest = torch.tensor(number, device=device)
@@ -115,24 +112,20 @@ def largest_over_ranks(number: int, device: torch.device) -> int:
 
 
 def data_parallel(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module with its gradients averaged over ranks; the module itself in a single process.
+    """The module with gradients averaged over ranks; the module itself in a single process.
 
-    Buffers are not broadcast: the memory is the same on all ranks by construction, because all enqueue the gathered
-    rows.
+    Buffers are not broadcast: the memory is equal on all ranks, because all enqueue the gathered rows.
     """
     if world_size() == 1:
         return module
     synchronised = synchronise_batch_norms(module) if device.type == "cuda" else module
     parallel = DistributedDataParallel(synchronised, device_ids=[device.index] if device.type == "cuda" else None)
-    # set afterwards: torch 2.15 warns of the argument, and before it there is no other
-    parallel.broadcast_buffers = False
+    parallel.broadcast_buffers = False  # not as an argument, which torch 2.15 deprecates
     return parallel
 
 
 def synchronise_batch_norms(module: nn.Module) -> nn.Module:
-    """Batch norms that share their statistics over ranks. By timm: torch's own conversion would drop the activations
-    that timm's carry.
-    """
+    """Synchronise batch norms over ranks, by timm: torch's conversion would drop the activations inside timm's."""
     from timm.layers.norm_act import convert_sync_batchnorm
 
     converted: nn.Module = convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
@@ -140,7 +133,5 @@ def synchronise_batch_norms(module: nn.Module) -> nn.Module:
 
 
 def without_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Gradients computed inside are added up locally; the next backward outside averages them all."""
-    if isinstance(module, DistributedDataParallel):
-        return module.no_sync()
-    return contextlib.nullcontext()
+    """Gradients computed inside are accumulated locally; the next backward pass outside averages them all."""
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()

@@ -1,12 +1,10 @@
-"""Random numbers that are a function of a key, not of history.
+"""Counter-based random numbers: each is a function of its key, such as ``(seed, "crop", epoch, image, view)``.
 
-Every random choice of a run is drawn from a key such as ``(seed, "crop", epoch, image, view)``. The same key gives the
-same bits on any device, in any process, before and after a restart, so there is no generator state to save. Key parts
-are integers, strings or integer tensors; tensors broadcast against each other, so one call draws a whole batch.
+The same key gives the same bits on any device, in any process, before and after a restart, so there is no generator
+state to save. Key parts are integers, strings or integer tensors; tensors broadcast, so one call draws a whole batch.
 
-The bits come from two 32-bit lanes, each mixed with the multiply-xorshift permutation of Wellons' hash-prospector
-("lowbias32"). Both multipliers are below 2**31, so every product fits a signed 64-bit integer and the result is exact
-on every backend.
+The bits come from two 32-bit lanes, each mixed by the multiply-xorshift permutation of Wellons' hash-prospector
+("lowbias32"). Both multipliers are below 2**31, so products fit signed 64-bit integers and are exact on every backend.
 """
 
 import math
@@ -24,7 +22,6 @@ Key = KeyPart | Sequence["Key"]
 _MASK32 = 0xFFFFFFFF
 _FIRST_LANE_START = 0x243F6A88  # digits of pi: any two different constants will do
 _SECOND_LANE_START = 0x13198A2E
-
 
 Word = TypeVar("Word", int, Tensor)
 
@@ -47,10 +44,10 @@ def _absorb(first: Word, second: Word, part: Word) -> tuple[Word, Word]:
 def _flatten(key: Sequence[Key]) -> Iterator[int | Tensor]:
     for part in key:
         if isinstance(part, str):
-            yield zlib.crc32(part.encode()) | (1 << 40)  # bit 40: no small integer equals a word
+            yield zlib.crc32(part.encode()) | (1 << 40)  # bit 40: differs from every small integer
         elif isinstance(part, Tensor):
             if part.is_floating_point():
-                raise TypeError("a key holds integers and strings; a floating-point tensor cannot be part of one")
+                raise TypeError("a key holds integers and strings, not floating-point tensors")
             yield part.to(torch.int64)
         elif isinstance(part, int):
             if not -(1 << 63) <= part < 1 << 63:
@@ -61,9 +58,7 @@ def _flatten(key: Sequence[Key]) -> Iterator[int | Tensor]:
 
 
 def _mixed_prefix(key: Sequence[Key]) -> tuple[int, int, list[int | Tensor]]:
-    """The parts before the first tensor, mixed as Python integers: no tensor operations for them; and the parts that
-    are left.
-    """
+    """The lanes after all parts before the first tensor, mixed as Python integers, and the remaining parts."""
     parts = list(_flatten(key))
     if not parts:
         raise ValueError("a key needs at least one part")
@@ -90,9 +85,7 @@ def _lanes(
 
 
 def _fits_kernel(parts: list[int | Tensor], device: torch.device | str | None) -> bool:
-    """At most three tensors of at most three axes, all on the one GPU where the result is wanted, no two integers in a
-    row.
-    """
+    """At most three tensors of at most three axes, all on the GPU of the result, and no two integers in a row."""
     tensors = [part for part in parts if isinstance(part, Tensor)]
     if not 1 <= len(tensors) <= 3 or any(tensor.dim() > 3 for tensor in tensors):
         return False
@@ -106,7 +99,7 @@ def bits(*key: Key, device: torch.device | str | None = None) -> Tensor:
     """62 random bits per key, as int64 >= 0."""
     prefix = _mixed_prefix(key)
     if _fits_kernel(prefix[2], device):
-        from massl import keyed_random_kernel  # here: Triton comes with PyTorch for GPUs only
+        from massl import keyed_random_kernel  # needs Triton, which requires CUDA
 
         return keyed_random_kernel.draw(*prefix, as_uniform=False)
     first, second = _lanes(*prefix, device)
@@ -114,12 +107,10 @@ def bits(*key: Key, device: torch.device | str | None = None) -> Tensor:
 
 
 def uniform(*key: Key, low: float = 0.0, high: float = 1.0, device: torch.device | str | None = None) -> Tensor:
-    """Float32 numbers from low to high, one per key; by default in [0, 1), with 24 random bits, so exact on every
-    device.
-    """
+    """Float32 numbers from low to high, one per key; [0, 1) by default, with 24 random bits: exact on every device."""
     prefix = _mixed_prefix(key)
     if _fits_kernel(prefix[2], device):
-        from massl import keyed_random_kernel  # here: Triton comes with PyTorch for GPUs only
+        from massl import keyed_random_kernel
 
         unit = keyed_random_kernel.draw(*prefix, as_uniform=True)
     else:
@@ -128,9 +119,7 @@ def uniform(*key: Key, low: float = 0.0, high: float = 1.0, device: torch.device
 
 
 def integers(*key: Key, upper: int | Tensor, device: torch.device | str | None = None) -> Tensor:
-    """Int64 numbers in [0, upper), one per key (62 bits modulo `upper`: the bias is below 2**-30 for any count of
-    images).
-    """
+    """Int64 numbers in [0, upper), one per key: 62 bits modulo `upper`, with a bias below 2**-30 for upper < 2**32."""
     return bits(*key, device=device) % upper
 
 
@@ -142,7 +131,7 @@ def normal(*key: Key, device: torch.device | str | None = None) -> Tensor:
 
 
 def permutation(num_items: int, *key: Key, device: torch.device | str | None = None) -> Tensor:  # -> [num_items]
-    """A random order of range(num_items): its items sorted by their own random bits."""
+    """A random permutation of range(num_items): items sorted by their random bits."""
     items = torch.arange(num_items, device=device)
     return torch.argsort(bits(key, items), stable=True)
 

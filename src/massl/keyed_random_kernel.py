@@ -1,7 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The hash of keyed_random as one Triton kernel: for a batch of keys on a GPU, in place of a hundred launches. The bits
-are the same.
-"""
+"""The hash of keyed_random as one Triton kernel instead of a hundred launches; the bits are the same."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_NUM_SLOTS = 3  # of tensors, and of axes
+_NUM_SLOTS = 3  # for tensors, and for axes
 _BLOCK = 256
 
 # int64 throughout, as in keyed_random: words are below 2**32 and multipliers below 2**31, so no product overflows.
@@ -81,8 +79,7 @@ def _draw_kernel(
 def draw(first: int, second: int, parts: Sequence[int | Tensor], *, as_uniform: bool) -> Tensor:
     """`bits` (int64) or `uniform` (float32 in [0, 1)) of keys whose lanes are `first` and `second` before `parts`.
 
-    The parts are up to three int64 tensors, which broadcast to at most three axes, each followed by at most one plain
-    integer.
+    `parts` are up to three int64 tensors that broadcast to at most three axes, each followed by at most one integer.
     """
     tensors = [part for part in parts if isinstance(part, Tensor)]
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
