@@ -25,7 +25,7 @@ from massl.commands.recipe import PretrainRecipe, load_recipe, recipe_header, sh
 from massl.commands.report.command import ReportSettings
 from massl.commands.visualize import VisualizeSettings
 from massl.config import Settings
-from massl.methods import SETTINGS
+from massl.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 # page -> the file outside docs/ that it shows
@@ -147,7 +147,7 @@ def recipes_page() -> str:
         "|---|---|---|---|---:|---:|",
     ]
     # MaSSL first
-    names = sorted(shipped_recipes(), key=lambda name: list(SETTINGS).index(load_recipe(name).method.name))
+    names = sorted(shipped_recipes(), key=lambda name: list(METHODS).index(load_recipe(name).method.name))
     sections = [recipe_section(name, shipped_recipes()[name]) for name in names]
     return "\n".join([*intro, *map(recipe_row, names), "", *sections])
 
@@ -196,8 +196,8 @@ def settings_page() -> str:
     for section, field in PretrainRecipe.model_fields.items():
         if section != "method":
             parts += settings_table(f"`{section}`", settings_class(field.annotation), prefix=f"{section}.")
-    for name, settings in SETTINGS.items():
-        parts += settings_table(f"`method` of {name}", settings, prefix="method.")
+    for name, entry in METHODS.items():
+        parts += settings_table(f"`method` of {name}", entry.settings, prefix="method.")
     for command, settings in COMMANDS.items():
         parts += settings_table(f"massl {command}", settings, prefix="", level="##")
     return "\n".join(parts)
