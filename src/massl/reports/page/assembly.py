@@ -1,4 +1,4 @@
-"""One self-contained HTML file of sections: nothing in it is fetched from anywhere."""
+"""Joins sections to one self-contained HTML file that loads nothing from elsewhere."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,23 +12,21 @@ from massl.reports.page.sections.training import legend_markup, summary_section,
 from massl.reports.page.templates import Section, asset, rendered
 from massl.reports.runs import Run
 
-_LONGEST_SOURCE = 120  # characters of data.source in the head; joined sources may be as long as they like
+_LONGEST_SOURCE = 120  # characters of data.source in the head; joined sources can be very long
 _SCRIPTS = ("charts.js", "tables.js", "page.js")
 
 
 def report_page(runs: Sequence[Run], further: Sequence[Section], *, title: str, created: datetime) -> str:
-    """The page of some runs, which may be none: summary and curves of the runs, then the further sections."""
+    """The page: summary and curves of the runs, if any, then the further sections."""
     sections, data = list(further), dict[str, object]()
     if runs:
         training, data = training_section(runs)
         sections = [summary_section(runs), training, *further]
-    _refuse_twins(sections)
+    ids = [section.id for section in sections]
+    assert len(set(ids)) == len(ids), f"two sections with the same id: {', '.join(ids)}"
     in_full = shared_by(runs) if runs else ""
-    subtitle = (
-        in_full.replace(str(runs[0].settings["data.source"]), _short(str(runs[0].settings["data.source"])))
-        if runs
-        else ""
-    )
+    source = str(runs[0].settings["data.source"]) if runs else ""
+    subtitle = in_full.replace(source, f"{source[:_LONGEST_SOURCE]}…") if len(source) > _LONGEST_SOURCE else in_full
     values: dict[str, object] = {
         "title": title,
         "subtitle": subtitle,
@@ -49,17 +47,8 @@ def report_page(runs: Sequence[Run], further: Sequence[Section], *, title: str, 
     return rendered("page.html.j2", values)
 
 
-def _short(source: str) -> str:
-    return source if len(source) <= _LONGEST_SOURCE else f"{source[:_LONGEST_SOURCE]}…"
-
-
-def _refuse_twins(sections: Sequence[Section]) -> None:
-    ids = [section.id for section in sections]
-    assert len(set(ids)) == len(ids), f"two sections of one id: {', '.join(ids)}"
-
-
 def _once(texts: Sequence[str]) -> list[Markup]:
-    """Each text that is not empty, the first time it comes; a closing tag within a text would end its element."""
+    """The texts without empty and repeated ones; a closing tag inside one would end its element."""
     wanted = dict.fromkeys(text for text in texts if text)
     assert not any("</script" in text or "</style" in text for text in wanted), "a style or script would end early"
     return [Markup(text) for text in wanted]

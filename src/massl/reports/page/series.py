@@ -1,9 +1,7 @@
-"""The curves of runs as data: which metrics there are, what they are called, and not more points than a screen can
-show.
-"""
+"""The curves of runs as data: the metrics with their titles, in no more points than a screen can show."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from massl.reports.runs import Run
@@ -21,7 +19,7 @@ class Metric(NamedTuple):
     hint: str = ""
 
 
-# In this order.
+# In the order of the page.
 METRICS: dict[str, Metric] = {
     "loss": Metric("Loss", hint="of the batch at each logged step"),
     "knn_top1": Metric("k-NN accuracy", "%", "the run's own probe"),
@@ -35,7 +33,7 @@ METRICS: dict[str, Metric] = {
     "lr": Metric("Learning rate"),
     "images_per_second": Metric("Images per second", hint="over all processes"),
 }
-FURTHER: dict[str, Metric] = {  # behind a fold, after what a method logs besides under names of its own
+FURTHER: dict[str, Metric] = {  # behind a fold, after further metrics that the method logs
     "weight_decay": Metric("Weight decay"),
     "momentum": Metric("Momentum of the teacher"),
     "teacher_temperature": Metric("Temperature of the teacher"),
@@ -45,7 +43,7 @@ _PLACES = frozenset({"step", "epoch"})
 
 
 class Point(NamedTuple):
-    """One number, at its three places."""
+    """One number, at its place on each axis."""
 
     step: float
     epoch: float
@@ -62,7 +60,7 @@ class Series:
 
 
 class Level(NamedTuple):
-    """A number to hold a curve against, drawn across the chart."""
+    """A number to compare a curve with, drawn across the chart."""
 
     value: float
     label: str
@@ -76,12 +74,12 @@ class Chart:
     metric: Metric
     series: tuple[Series, ...]
     axis: Axis | None = None  # None: the one the reader chooses
-    has_markers: bool = False  # for numbers that come from time to time
+    has_markers: bool = False  # for rare numbers
     level: Level | None = None
 
 
 def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
-    """Those to look at, then those behind a fold; only metrics that some row has."""
+    """The main charts and those behind a fold, of metrics that some run logged."""
     found = {key for run in runs for row in run.rows for key in row} - _PLACES
     own = {key: Metric(key.replace("_", " ").capitalize()) for key in sorted(found - METRICS.keys() - FURTHER.keys())}
     main, further = [
@@ -90,38 +88,25 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     ]
     accuracy = next((chart for chart in main if chart.id == "knn_top1"), None)
     if accuracy is not None:
-        metric = Metric(
-            "k-NN accuracy for the time spent", "%", "minutes of training times processes, probes not counted"
-        )
-        by_cost = Chart(
-            id="knn_by_minutes",
-            metric=metric,
-            series=accuracy.series,
-            axis="minutes",
-            has_markers=True,
-            level=accuracy.level,
-        )
+        hint = "minutes of training times processes, probes not counted"
+        metric = Metric("k-NN accuracy for the time spent", "%", hint)
+        by_cost = replace(accuracy, id="knn_by_minutes", metric=metric, axis="minutes")
         main.insert(main.index(accuracy) + 1, by_cost)
     return [chart for chart in main if chart.series], [chart for chart in further if chart.series]
 
 
 def _chart(key: str, metric: Metric, runs: Sequence[Run]) -> Chart:
     series = [Series(run=number, points=thinned(points_of(run, key))) for number, run in enumerate(runs)]
-    is_accuracy = key == "knn_top1"
     drawn = tuple(one for one in series if one.points)
-    return Chart(
-        id=key, metric=metric, series=drawn, has_markers=is_accuracy, level=_raw_pixels(runs) if is_accuracy else None
-    )
-
-
-def _raw_pixels(runs: Sequence[Run]) -> Level | None:
-    """What k-NN reaches without a network, where there is one run: those of several need not be of the same images."""
-    accuracy = runs[0].raw_pixel_knn if len(runs) == 1 else None
-    return None if accuracy is None else Level(accuracy, f"raw pixels {accuracy:.1f} %")
+    if key != "knn_top1":
+        return Chart(id=key, metric=metric, series=drawn)
+    raw_pixels = runs[0].raw_pixel_knn if len(runs) == 1 else None  # several runs may be of different images
+    level = None if raw_pixels is None else Level(raw_pixels, f"raw pixels {raw_pixels:.1f} %")
+    return Chart(id=key, metric=metric, series=drawn, has_markers=True, level=level)
 
 
 def points_of(run: Run, key: str) -> list[Point]:
-    """All numbers of a metric; a rate of images is one only after the first step."""
+    """All numbers of a metric; the rate of images is meaningless at step 0."""
     return [
         Point(row["step"], epoch, minutes, row[key])
         for row, epoch, minutes in zip(run.rows, run.epochs_at_rows, run.gpu_minutes_at_rows, strict=True)
@@ -130,9 +115,7 @@ def points_of(run: Run, key: str) -> list[Point]:
 
 
 def thinned(points: Sequence[Point], *, most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """At most that many: first, last, and of each stretch between them its lowest and highest, so that no spike is
-    lost.
-    """
+    """At most that many: first, last, and the lowest and highest of each stretch between, so that spikes stay."""
     if len(points) <= most:
         return tuple(points)
     inner, num_stretches = points[1:-1], (most - 2) // 2
@@ -145,29 +128,28 @@ def thinned(points: Sequence[Point], *, most: int = MOST_POINTS) -> tuple[Point,
 
 
 def default_axis(runs: Sequence[Run]) -> Axis:
-    """Epochs, unless a run has not ended its first: then steps tell more."""
+    """Epochs, or steps if a run has not finished its first epoch."""
     return "epoch" if all(any(row["epoch"] >= 1 for row in run.rows) for run in runs if run.rows) else "step"
 
 
-def plain(charts: Sequence[Chart], runs: Sequence[Run], *, minutes_of: str) -> dict[str, object]:
-    """For the page's scripts: numbers in full precision would only make it longer."""
-    return {
-        "axis": default_axis(runs),
-        "axes": {"step": "step", "epoch": "epoch", "minutes": f"{minutes_of}-minutes"},
-        "runs": [{"label": run.label} for run in runs],
-        "charts": {chart.id: _plain_chart(chart) for chart in charts},
-    }
+def axis_titles(device: str) -> dict[Axis, str]:
+    return {"step": "step", "epoch": "epoch", "minutes": f"{device}-minutes"}
 
 
-def _plain_chart(chart: Chart) -> Mapping[str, object]:
-    return {
-        "title": chart.metric.title,
-        "unit": chart.metric.unit,
-        "axis": chart.axis,
-        "markers": chart.has_markers,
-        "level": None if chart.level is None else chart.level._asdict(),
-        "series": [
-            {"run": one.run, "points": [[float(f"{number:.6g}") for number in point] for point in one.points]}
-            for one in chart.series
-        ],
-    }
+def plain(charts: Sequence[Chart], runs: Sequence[Run], *, device: str) -> dict[str, object]:
+    """Data for the page's scripts; six digits, because full precision would only make the page longer."""
+    by_id = {}
+    for chart in charts:
+        by_id[chart.id] = {
+            "title": chart.metric.title,
+            "unit": chart.metric.unit,
+            "axis": chart.axis,
+            "markers": chart.has_markers,
+            "level": None if chart.level is None else chart.level._asdict(),
+            "series": [
+                {"run": one.run, "points": [[float(f"{number:.6g}") for number in point] for point in one.points]}
+                for one in chart.series
+            ],
+        }
+    labels = [{"label": run.label} for run in runs]
+    return {"axis": default_axis(runs), "axes": axis_titles(device), "runs": labels, "charts": by_id}

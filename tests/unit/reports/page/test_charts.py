@@ -99,7 +99,7 @@ def test_within_the_first_epoch_steps_are_the_axis(make_run: MakeRun, rows: list
 def test_data_for_the_scripts_are_short_numbers(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
     rows[0]["loss"] = 1 / 3
     runs = [read_run(make_run("a", rows=rows), label="a")]
-    data = plain(charts_of(runs)[0], runs, minutes_of="GPU")
+    data = plain(charts_of(runs)[0], runs, device="GPU")
     assert data["axes"] == {"step": "step", "epoch": "epoch", "minutes": "GPU-minutes"}
     charts = data["charts"]
     assert isinstance(charts, dict)

@@ -1,4 +1,4 @@
-"""An ablation folder as a section: figure, table and what the numbers say."""
+"""Ablations: figure, table and what the numbers say."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from massl.reports.page.tables import page_table, table_markup
 from massl.reports.page.templates import Section, rendered
 
 FILE = "ablation.json"
-# Colours of ablation_plots.py and what they are on the page, where they follow light and dark.
+# Colours of the figure -> colours of the page, which follow its light or dark theme.
 _THEME = {
     "#282828": "var(--ink)",
     "#969696": "var(--faint)",
@@ -33,7 +33,7 @@ class PageError(MasslError, ValueError):
 
 
 def ablation_files(folder: Path) -> list[Path]:
-    """Those of one ablation, or of the several below one --output; none where the folder is no ablation's."""
+    """The file of one ablation, or of several below one --output; none if the folder is no ablation's."""
     own = folder / FILE
     return [own] if own.is_file() else sorted(folder.glob(f"*/{FILE}"))
 
@@ -42,35 +42,24 @@ def ablations_section(files: Sequence[Path]) -> Section:
     """All ablations, one after another."""
     parts = []
     for number, file in enumerate(files):
-        plain = _plain(file)
         try:
-            report = read_ablation(plain)
-            parts.append(_part(report, plain, number))
+            parts.append(_part(json.loads(file.read_text(encoding="utf-8")), number))
         except (KeyError, TypeError, ValueError) as error:
-            raise PageError(
-                f"{file} is not what massl ablate writes ({type(error).__name__}: {error}); run the ablation again"
-            ) from None
+            problem = f"{type(error).__name__}: {error}"
+            raise PageError(f"{file} is not what massl ablate writes ({problem}); run the ablation again") from None
     return Section(id="ablations", title="Ablations", html=rendered("ablations.html.j2", {"parts": parts}))
 
 
 def read_ablation(plain: Mapping[str, Any]) -> AblationReport:
     """The report that ablation.json was written from."""
     outcomes = [_outcome(run) for point in plain["points"] for run in point["runs"]]
-    chance = plain["chance"]
-    num_classes = None if chance is None else round(100.0 / chance)
     return report_of(
-        plain["kind"], outcomes, default=plain["default"], measured=plain["measured"], num_classes=num_classes
+        plain["kind"],
+        outcomes,
+        default=plain["default"],
+        measured=plain["measured"],
+        num_classes=None if plain["chance"] is None else round(100.0 / plain["chance"]),
     )
-
-
-def _plain(file: Path) -> dict[str, Any]:
-    try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PageError(f"{file} is not valid JSON: {error}; the same massl ablate writes it again") from None
-    if not isinstance(plain, dict):
-        raise PageError(f"{file} is not what massl ablate writes; run the ablation again")
-    return plain
 
 
 def _outcome(run: Mapping[str, Any]) -> RunOutcome:
@@ -81,7 +70,8 @@ def _outcome(run: Mapping[str, Any]) -> RunOutcome:
     return RunOutcome(**own)
 
 
-def _part(report: AblationReport, plain: Mapping[str, Any], number: int) -> dict[str, object]:
+def _part(plain: Mapping[str, Any], number: int) -> dict[str, object]:
+    report = read_ablation(plain)
     return {
         "title": report.ablation.title,
         "ours": plain["ours"],
@@ -94,20 +84,16 @@ def _part(report: AblationReport, plain: Mapping[str, Any], number: int) -> dict
 
 
 def _figure(report: AblationReport, ours: str, *, prefix: str) -> Markup:
-    """The figure of massl ablate as SVG within the page: its colours those of the page, its ids its own."""
-    import matplotlib  # 0.7 s that no page without ablations should wait for
+    """The figure of massl ablate as SVG, with the colours of the page and unique ids."""
+    import matplotlib  # here: takes 0.7 s to load, and only ablations need it
 
     from massl.reports.ablation.plots import ablation_figure
 
     written = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "massl", "svg.fonttype": "path"}):
         ablation_figure(report, ours=ours).savefig(written, format="svg", transparent=True, metadata={"Date": None})
-    svg = written.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"^.*?(?=<svg)|<metadata>.*?</metadata>", "", written.getvalue(), flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", svg)
     svg = re.sub(r"#[0-9a-f]{6}\b", lambda found: _THEME.get(found.group(), found.group()), svg)
-    svg = svg.replace(
-        "<svg ", f'<svg role="img" aria-label="{report.ablation.title}: k-NN accuracy, ours and the paper\'s" ', 1
-    )
-    return Markup(svg)
+    label = f"{report.ablation.title}: k-NN accuracy, ours and the paper's"
+    return Markup(svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1))

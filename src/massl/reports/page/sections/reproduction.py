@@ -1,6 +1,4 @@
-"""How each run was made: machine and versions, recipe, in what that is not the packaged one, and the commands to make
-it again.
-"""
+"""How each run was made: commands, machine, versions, recipe, and how that differs from the packaged one."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -15,10 +13,10 @@ from massl.reports.runs import Run
 
 @dataclass(frozen=True, kw_only=True)
 class PackagedRecipe:
-    """A recipe that comes with massl, to hold a run's against."""
+    """A recipe that comes with massl, to compare a run's with."""
 
     name: str
-    is_named: bool  # whether the run's command names it; otherwise it is the nearest
+    is_named: bool  # whether the run's command names it; otherwise it is the most similar
     changes: Mapping[str, tuple[Any, Any]]  # dotted key -> its value and the run's, where they differ
 
 
@@ -29,7 +27,7 @@ def changes_between(packaged: Mapping[str, Any], own: Mapping[str, Any]) -> dict
 
 
 def reproduction_section(runs: Sequence[Run], packaged: Mapping[str, PackagedRecipe], *, command: str) -> Section:
-    """`packaged`: label of a run -> the recipe of massl to hold it against; `command` makes the page again."""
+    """`packaged`: label of a run -> the recipe to compare it with; `command` makes the page again."""
     parts = [
         {
             "label": run.label,
@@ -46,7 +44,7 @@ def reproduction_section(runs: Sequence[Run], packaged: Mapping[str, PackagedRec
 
 
 def commands_of(run: Run) -> list[tuple[str, str]]:
-    """What a command is, and the command: as it was given, and one that needs the run's folder alone."""
+    """Description and command: as it was given, and one that needs only the run's folder."""
     found = [("The same recipe into a new folder", shlex.join(run.command_again))]
     given = run.environment.get("command")
     if isinstance(given, list) and given:
@@ -77,17 +75,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _differences(packaged: PackagedRecipe | None) -> str:
-    """A table of what was changed; empty where nothing was."""
+    """A table of the changes, "" without any."""
     if packaged is None or not packaged.changes:
         return ""
-    lines = [
-        Line(cells=(Cell(text=key), Cell(text=_value_text(theirs)), Cell(text=_value_text(ours))))
-        for key, (theirs, ours) in packaged.changes.items()
-    ]
+    lines = []
+    for key, values in packaged.changes.items():
+        texts = ["not set" if value is None else "empty" if value == "" else str(value) for value in values]
+        lines.append(Line(cells=tuple(Cell(text=text) for text in (key, *texts))))
     return table_markup(PageTable(columns=("setting", packaged.name, "this run"), lines=tuple(lines)))
-
-
-def _value_text(value: Any) -> str:
-    if value is None:
-        return "not set"
-    return "empty" if value == "" else str(value)

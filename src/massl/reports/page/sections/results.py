@@ -1,8 +1,8 @@
-"""What evaluations measured, the paper's figures beside ours, and the tables of others that a run belongs in."""
+"""Results of evaluations beside the paper's figures, and public tables that list our runs."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from massl.evaluations.results import ResultRow
 from massl.reports.comparison.tables import paper_time_table
@@ -10,16 +10,14 @@ from massl.reports.page.tables import PageTable, page_table, table_markup
 from massl.reports.page.templates import Section, rendered
 from massl.reports.tables import results_table
 
-_COMPARED = ("MaSSL", "iBOT", "DINO")  # whose figures of the paper stand beside ours
+_COMPARED = ("MaSSL", "iBOT", "DINO")  # whose figures in the paper are shown beside ours
 
 
 def results_section(
     rows: Sequence[ResultRow], *, remarks: Sequence[str] = (), public: Sequence[PageTable] = ()
 ) -> Section:
-    """One table a protocol, then `public` tables of others with our runs in them, then what the paper says of time and
-    memory.
-    """
-    values: dict[str, Any] = {
+    """One table per protocol, then `public` tables that list our runs, then the paper's time and memory."""
+    values = {
         "remarks": remarks,
         "protocols": [(name, table_markup(table)) for name, table in tables_by_protocol(rows).items()],
         "public": [table_markup(table) for table in public],
@@ -29,7 +27,7 @@ def results_section(
 
 
 def tables_by_protocol(rows: Sequence[ResultRow]) -> Mapping[str, PageTable]:
-    """Protocol -> its rows with the paper's figures; columns that are empty there are left out."""
+    """Protocol -> its rows with the paper's figures, without empty columns."""
     if not rows:
         return {}
     whole = results_table(rows, methods=_COMPARED)
@@ -43,12 +41,6 @@ def tables_by_protocol(rows: Sequence[ResultRow]) -> Mapping[str, PageTable]:
 
 
 def _notes_of(lines: Sequence[tuple[str, ...]], footnotes: Sequence[str]) -> tuple[str, ...]:
-    """Those whose mark stands at a figure of these lines."""
-    marks = {mark for line in lines for cell in line for mark in _marks(cell)}
+    """Footnotes whose raised number a cell of these lines has; "72.70¹,²" has two."""
+    marks = {mark for line in lines for cell in line for mark in re.findall("[⁰¹²³⁴⁵⁶⁷⁸⁹]+", cell)}
     return tuple(note for note in footnotes if note.partition(" ")[0] in marks)
-
-
-def _marks(cell: str) -> list[str]:
-    """The raised numbers that a figure ends with: "72.70¹,²" has two."""
-    raised = "".join(sign if sign in "⁰¹²³⁴⁵⁶⁷⁸⁹" else " " for sign in cell)
-    return raised.split()

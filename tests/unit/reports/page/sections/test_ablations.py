@@ -71,7 +71,7 @@ def test_figures_follow_the_colours_of_the_page_and_share_no_ids(folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("{", "not valid JSON"), ("[]", "not what massl ablate writes"), ("{}", "KeyError")]
+    ("content", "said"), [("{", "JSONDecodeError"), ("[]", "not what massl ablate writes"), ("{}", "KeyError")]
 )
 def test_a_broken_file_is_refused_with_advice(folder: Path, content: str, said: str) -> None:
     (file,) = ablation_files(folder)
