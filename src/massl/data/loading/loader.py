@@ -98,12 +98,12 @@ class Loader:
             assert batch_decoder is None
             self._processes = WorkerProcesses(
                 source,
+                self._reader,
                 order_at=order_at,
                 num_workers=num_workers,
                 prefetch_steps=prefetch_steps + 1,
                 seed=seed,
                 max_side=max_side,
-                cache=cache,
             )
         elif num_workers > 0:
             self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="massl-decode")

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from massl.data.loading.cache import ImageCache
-from massl.data.loading.image_reader import ImageReader, LoadedImage, ReadResult, Tried, label_number
+from massl.data.loading.image_reader import ImageReader, LoadedImage, ReadResult, Tried
 from massl.data.sources.base import DataError, ImageSource
 
 # (index of the image that was read, label, height, width), what was tried. None: no image and no replacement.
@@ -60,10 +59,9 @@ class _Chunks(Dataset[Chunk]):
 class _ChunksFrom(Sampler[list[int]]):
     """Chunks of the steps `start`, `start + 1`, ... without cached images. Runs in the training process."""
 
-    def __init__(self, order_at: Callable[[int], Tensor], *, source_name: str, cache: ImageCache | None) -> None:
+    def __init__(self, order_at: Callable[[int], Tensor], reader: ImageReader) -> None:
         self._order_at = order_at
-        self._source_name = source_name
-        self._cache = cache
+        self._reader = reader
         self.start = 0
         self.num_chunks: deque[int] = deque()  # of each step that was not taken yet
 
@@ -73,38 +71,38 @@ class _ChunksFrom(Sampler[list[int]]):
                 indices = self._order_at(step).tolist()
             except IndexError:  # the order ends here; the loader raises if this step is really requested
                 return
-            missing = [index for index in indices if self._cache is None or not self._is_cached(index)]
+            missing = [index for index in indices if self._reader.cached(index) is None]
             chunks = [missing[first : first + _CHUNK_SIZE] for first in range(0, len(missing), _CHUNK_SIZE)]
+            chunks = chunks or [[]]  # at least one: with all images cached, read-ahead would never end
             self.num_chunks.append(len(chunks))
             yield from chunks
 
-    def _is_cached(self, index: int) -> bool:
-        return self._cache is not None and self._cache.get(self._source_name, index) is not None
-
 
 class WorkerProcesses:
-    """Reads the images of steps in sequence, for one thread; a step out of sequence starts a new sequence."""
+    """Reads the images of steps in sequence, for one thread; a step out of sequence starts a new sequence.
+
+    The cache of `reader` stays in this process: workers only read images that it does not hold.
+    """
 
     def __init__(
         self,
         source: ImageSource,
+        reader: ImageReader,
         *,
         order_at: Callable[[int], Tensor],
         num_workers: int,
         prefetch_steps: int,
         seed: int,
         max_side: int,
-        cache: ImageCache | None = None,
     ) -> None:
         self._source = source
-        self._cache = cache
-        self._sampler = _ChunksFrom(order_at, source_name=source.name, cache=cache)
+        self._reader = reader
+        self._sampler = _ChunksFrom(order_at, reader)
         chunks_ahead = prefetch_steps * -(-len(order_at(0)) // _CHUNK_SIZE)
         context = get_context("forkserver")
         context.set_forkserver_preload([__name__])
-        self._lifeline = context.Pipe(
-            duplex=False
-        )  # workers exit when its writing end closes, however this process ends
+        # workers exit when its writing end closes, however this process ends
+        self._lifeline = context.Pipe(duplex=False)
         self._loader: DataLoader[Chunk] = DataLoader(
             _Chunks(source, seed=seed, max_side=max_side),
             batch_sampler=self._sampler,
@@ -134,17 +132,11 @@ class WorkerProcesses:
                 raise  # an error inside a worker, which lives on
             raise DataError(f"a worker process died ({error}); lower data.num_workers, or {_INSTEAD}") from None
         for image, _ in found.values():
-            if self._cache is not None and not self._cache.is_full and image is not None:
-                assert isinstance(image.pixels, Tensor)
-                self._cache.keep(self._source.name, image.index, image.pixels.clone())
+            if image is not None and isinstance(image.pixels, Tensor):
+                self._reader.keep(image.index, image.pixels)
         self._next_step = step + 1
-        return [found[index] if index in found else self._cached(index) for index in indices]
-
-    def _cached(self, index: int) -> ReadResult:
-        pixels = None if self._cache is None else self._cache.get(self._source.name, index)
-        assert pixels is not None  # it was cached when the chunks were made, and nothing leaves the cache
-        label = label_number(self._source.label_of(index))
-        return ReadResult(LoadedImage(pixels=pixels, label=label, index=index), {index: None})
+        # the others were cached when the chunks were made, and nothing leaves the cache
+        return [found.get(index) or ReadResult(self._reader.cached(index), {index: None}) for index in indices]
 
     def _restart(self, step: int) -> None:
         self._sampler.start = step

@@ -143,6 +143,16 @@ def test_workers_start_when_first_needed_and_are_spared_what_the_cache_holds(
         assert set(requested) == {BROKEN}
 
 
+def test_batches_continue_when_all_images_are_cached(tmp_path: Path) -> None:
+    for index in range(BATCH_SIZE):
+        Image.new("RGB", (3, 1 + index)).save(tmp_path / f"{index}.png")
+    source = open_source(tmp_path)
+    with loading(source, num_workers=0) as loader:
+        expected = [content(loader.at(step)) for step in range(6)]
+    with loading(source, num_workers=1, cache=ImageCache(max_gib=1)) as loader:
+        assert [content(loader.at(step)) for step in range(6)] == expected
+
+
 def test_a_worker_imports_neither_networks_nor_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They would cost each worker three more seconds."""
     source = SOURCE_THAT_FAILS.replace('f"fault at {index}"', '" ".join(__import__("sys").modules)')
