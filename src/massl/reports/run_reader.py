@@ -95,11 +95,8 @@ def _read_environment(file: Path, remarks: _Remarks) -> dict[str, Any]:
     for_one = "minutes are counted for one process"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        remarks.problem("environment.json is missing, so device, versions, command and processes are unknown", for_one)
-        return _UNKNOWN_MACHINE
-    except ValueError as error:
-        remarks.problem(f"environment.json is not valid JSON ({error})", for_one)
+    except (FileNotFoundError, ValueError) as error:
+        remarks.problem(f"environment.json cannot be read ({error}), so device and versions are unknown", for_one)
         return _UNKNOWN_MACHINE
     known: dict[str, Any] = values if isinstance(values, dict) else {}
     missing = [key for key in _UNKNOWN_MACHINE if key not in known]
@@ -153,7 +150,7 @@ def _parsed(line: str) -> dict[str, Any]:
     missing = [key for key in _IN_EVERY_ROW if not isinstance(row, dict) or key not in row]
     if missing:
         raise ValueError(f"lacks {', '.join(missing)}")
-    _require_numbers(row, _IN_EVERY_ROW)
+    _require_numbers(row, *_IN_EVERY_ROW)
     if not 0 <= row["epoch"] <= row["step"] <= _MOST_STEPS:
         raise ValueError(f"has the impossible step {row['step']} of epoch {row['epoch']}")
     if row["step"] > 0 and row["images_per_second"] < _LEAST_RATE:
@@ -162,12 +159,12 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 def _require_comparable(row: Mapping[str, Any], *, after: float) -> None:
-    _require_numbers(row, [key for key in _COMPARED if key in row])
+    _require_numbers(row, *(key for key in _COMPARED if key in row))
     if row["step"] <= after:
         raise ValueError(f"goes back to step {row['step']:.0f}; did two runs write to it?")
 
 
-def _require_numbers(row: Mapping[str, Any], keys: tuple[str, ...] | list[str]) -> None:
+def _require_numbers(row: Mapping[str, Any], *keys: str) -> None:
     wrong = [key for key in keys if not _is_number(row[key])]
     if wrong:
         raise ValueError(f"has no finite number for {', '.join(wrong)}")

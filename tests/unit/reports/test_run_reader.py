@@ -109,8 +109,8 @@ def test_of_rows_of_one_step_the_later_counts(make_run: MakeRun, rows: list[dict
 @pytest.mark.parametrize(
     ("content", "remark"),
     [
-        (None, "environment.json is missing"),
-        ("{", "environment.json is not valid JSON"),
+        (None, "environment.json cannot be read"),
+        ("{", "environment.json cannot be read"),
         ("[1]", "environment.json lacks device, world_size"),
     ],
 )
@@ -250,7 +250,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     ("file", "message"),
     [
         ("recipe.yaml", "has no recipe.yaml"),
-        ("environment.json", "environment.json is missing"),
+        ("environment.json", "environment.json cannot be read"),
         ("metrics.jsonl", "metrics.jsonl is missing"),
     ],
 )
@@ -266,7 +266,7 @@ def test_a_folder_without_one_of_its_files_is_refused(make_run: MakeRun, file: s
     [
         ("recipe.yaml", "method: [", "recipe.yaml is not valid YAML"),
         ("recipe.yaml", "just words", "recipe.yaml holds no recipe"),
-        ("environment.json", "{", "environment.json is not valid JSON"),
+        ("environment.json", "{", "environment.json cannot be read"),
         ("environment.json", '{"device": "cpu"}', "environment.json lacks world_size"),
         ("environment.json", "[]", "environment.json lacks device, world_size"),
         ("metrics.jsonl", "", "metrics.jsonl is empty"),

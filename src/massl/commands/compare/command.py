@@ -87,9 +87,13 @@ class CompareSettings(Settings):
 class Comparison:
     folder: Path  # of comparison.md, .json, .png and .svg
     runs: tuple[Run, ...]  # those that could be read, with distinct labels
-    cautions: tuple[str, ...]  # differences that make them incomparable
     failed: Mapping[str, str]  # recipe, method or folder -> what went wrong
-    signal_number: int | None = None  # the signal that stopped the training; the same command continues
+    signal_number: int | None  # the signal that stopped the training; the same command continues
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """Differences that make the runs incomparable."""
+        return cautions(self.runs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,16 +145,14 @@ def run_comparison(settings: CompareSettings) -> Comparison:
             refuse_other_minutes(output, settings.minutes)
         folders, failed, signal_number = _train_all(_trainings(settings), settings.data.source, settings.minutes)
         if signal_number is not None and not folders:  # in the first trial of --minutes
-            return Comparison(folder=output, runs=(), cautions=(), failed=failed, signal_number=signal_number)
+            return Comparison(folder=output, runs=(), failed=failed, signal_number=signal_number)
     runs, unreadable = _read(folders)
     failed |= unreadable
     if not runs:
         reasons = " ".join(f"{name}: {problem}." for name, problem in failed.items())
         raise MasslError(f"there is no run to compare. {reasons}")
     _write(runs, output, command=command_text("compare", settings), failed=failed)
-    comparison = Comparison(
-        folder=output, runs=tuple(runs), cautions=cautions(runs), failed=failed, signal_number=signal_number
-    )
+    comparison = Comparison(folder=output, runs=tuple(runs), failed=failed, signal_number=signal_number)
     _show(comparison)
     return comparison
 

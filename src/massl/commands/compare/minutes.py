@@ -50,8 +50,9 @@ def timed_overrides(
     require_writable(run.parent)
     tell(f"a trial of {_NUM_STEPS} steps to measure its speed")
     images_per_second = measured_images_per_second(recipe, name=run.name, beside=run.parent)
-    steps_per_epoch = _steps_per_epoch(recipe)
-    exact = minutes * 60 * images_per_second / (steps_per_epoch * recipe.trainer.batch_size)
+    num_images, batch_size = len(open_source(recipe.data.source)), recipe.trainer.batch_size
+    steps_per_epoch = EpochOrder(num_images, batch_size=batch_size, seed=recipe.trainer.seed).steps_per_epoch
+    exact = minutes * 60 * images_per_second / (steps_per_epoch * batch_size)
     if exact < 0.5:  # on many images a whole epoch could take hours instead
         raise RecipeError(
             f"an epoch takes {minutes / exact:.2f} minutes, and --minutes {minutes!r} is less than half of that; "
@@ -108,11 +109,6 @@ def _epochs_of_run(run: Path) -> int:
     if planned.get("trainer.epochs") != epochs:
         raise RecipeError(f"{run} was not trained with --minutes; choose another --output")
     return epochs
-
-
-def _steps_per_epoch(recipe: PretrainRecipe) -> int:
-    num_images, trainer = len(open_source(recipe.data.source)), recipe.trainer
-    return EpochOrder(num_images, batch_size=trainer.batch_size, seed=trainer.seed).steps_per_epoch
 
 
 def _shortened_warm_ups(recipe: PretrainRecipe, *, epochs: int, given: Collection[str]) -> dict[str, float]:

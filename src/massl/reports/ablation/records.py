@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from massl.reports.published.paper import PaperFigure, paper_tables
 from massl.reports.tables import ResultsTable
@@ -20,8 +20,7 @@ State = Literal["finished", "unfinished", "failed", "waiting"]
 COMPARED_NEIGHBOURS = 20  # the k that is compared, as in DINO and iBOT
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ablation:
+class Ablation(NamedTuple):
     """What a grid varies."""
 
     title: str
@@ -32,26 +31,10 @@ class Ablation:
 
 
 ABLATIONS: dict[AblationName, Ablation] = {
-    "memory-size": Ablation(
-        title="Size K of the memory",
-        symbol="K",
-        key="method.memory.num_rows",
-        paper_default=65_536,
-        strategies=("random",),
-    ),
-    "block-size": Ablation(
-        title="Size N_b of a memory block",
-        symbol="N_b",
-        key="method.memory.block_size",
-        paper_default=16_384,
-        strategies=("random",),
-    ),
+    "memory-size": Ablation("Size K of the memory", "K", "method.memory.num_rows", 65_536, ("random",)),
+    "block-size": Ablation("Size N_b of a memory block", "N_b", "method.memory.block_size", 16_384, ("random",)),
     "block-sampling": Ablation(
-        title="How rows of the memory are dealt to blocks",
-        symbol="N_b",
-        key="method.memory.block_size",
-        paper_default=16_384,
-        strategies=("random", "blockwise"),
+        "How memory rows are assigned to blocks", "N_b", "method.memory.block_size", 16_384, ("random", "blockwise")
     ),
 }
 # names of the strategies in paper_tables.toml
