@@ -1,4 +1,4 @@
-"""The only file of the benchmarks that calls massl: when the library's interface moves, these few lines follow."""
+"""The only benchmark file that calls massl: if the library's interface changes, only this file does."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -66,9 +66,7 @@ class StepSpec:
 
 
 class Training:
-    """A real trainer whose steps are asked for one by one; its own loop, with logs, probes and checkpoints, does not
-    run.
-    """
+    """A real trainer whose steps are run one by one, without its loop, logs, probes and checkpoints."""
 
     def __init__(self, spec: StepSpec) -> None:
         shapes = spec.views
@@ -76,18 +74,13 @@ class Training:
         views = ViewSettings(
             num_global=shapes.num_global, global_size=shapes.global_size, num_local=shapes.num_local, **local_size
         )
-        settings = TrainerSettings.model_validate(
-            {
-                "batch_size": spec.batch_size,
-                "precision": "bf16" if spec.device.type == "cuda" else "fp32",
-                "kernels": spec.kernels,
-                "cuda_graph": spec.graph,
-            }
-        )
+        precision = "bf16" if spec.device.type == "cuda" else "fp32"
+        choices = {"precision": precision, "kernels": spec.kernels, "cuda_graph": spec.graph}
+        settings = TrainerSettings.model_validate({"batch_size": spec.batch_size, **choices})
         method_settings = _method_settings(spec)
         backbone = BackboneSettings(name=spec.model, drop_path_rate=spec.drop_path)
         method = build_method(method_settings, backbone, seed=_SEED)
-        # So long that no schedule ends: rates and temperatures are those of an early step of a real run.
+        # long schedules: rates and temperatures are those of an early step of a real run
         self._schedules = Schedules(
             optimizer=OptimizerSettings(),
             ramps=method_settings.ramps(),
@@ -108,7 +101,7 @@ class Training:
 
     @property
     def networks(self) -> str:
-        """What computes the networks, with the reason where it is not what was asked for."""
+        """What computes the networks, and the reason if it is not what was requested."""
         return self._trainer.execution.networks
 
     @property
@@ -116,11 +109,11 @@ class Training:
         return self._trainer.execution.cuda_graph
 
     def on_views(self, views: ViewBatch, number: int) -> None:
-        """One whole update from views that exist already."""
+        """One whole update from existing views."""
         self._trainer.step(iter([views]), self._schedules.at(number), num_parts=1)
 
     def on_images(self, images: ImageBatch, number: int) -> None:
-        """One whole update from decoded images, exactly as the trainer's loop makes it."""
+        """One whole update from decoded images, exactly as in the trainer's loop."""
         self._trainer._update(images, self._schedules.at(number))
 
     def views_of(self, images: ImageBatch, number: int) -> ViewBatch:
@@ -132,18 +125,15 @@ def _method_settings(spec: StepSpec) -> MethodSettings:
     if spec.method == "massl":
         return MaSSLSettings(memory=MemorySettings(num_rows=spec.num_rows, block_size=spec.block_size))
     settings = METHODS[spec.method].settings
-    return settings.model_validate(
-        {"prototypes": {"num_prototypes": spec.num_rows}} if "prototypes" in settings.model_fields else {}
-    )
+    prototypes = {"prototypes": {"num_prototypes": spec.num_rows}}
+    return settings.model_validate(prototypes if "prototypes" in settings.model_fields else {})
 
 
-_NO_LOADER: Any = None  # only the trainer's own loop asks its loader
+_NO_LOADER: Any = None  # only the trainer's own loop uses its loader
 
 
 def synthetic_views(spec: StepSpec) -> ViewBatch:
-    """Random normal pixels, as normalised views have; zeros would let the card clock higher. Their type is that of the
-    trainer's views.
-    """
+    """Random normal pixels, like normalised views and in their dtype; zeros would let the card clock higher."""
     generator = torch.Generator(spec.device).manual_seed(_SEED)
     dtype = torch.bfloat16 if spec.device.type == "cuda" else torch.float32
 
@@ -159,8 +149,8 @@ def synthetic_views(spec: StepSpec) -> ViewBatch:
 
 
 def memory_loss_step(student: Tensor, teacher: Tensor, *, num_rows: int, block_size: int) -> Callable[[int], object]:
-    """Blocks from the memory, loss and its gradient, as the method asks for them; inputs [V, N, D] and [T, N, D]."""
-    with torch.device(student.device):  # its first rows are drawn there: a million of them are 2 GiB of keys
+    """Memory blocks, loss and gradient, as in the method; inputs [V, N, D] and [T, N, D]."""
+    with torch.device(student.device):  # draw the initial rows there: a million of them take 2 GiB of keys
         memory = MemoryBank(num_rows, student.shape[-1], seed=_SEED)
     dtype = torch.bfloat16 if student.device.type == "cuda" else torch.float32
 
@@ -189,7 +179,7 @@ def nearest(queries: Tensor, database: Tensor, num_neighbours: int) -> tuple[Ten
 
 DECODERS: tuple[Literal["cpu", "gpu"], ...] = ("cpu", "gpu")  # data.decoder
 WorkerKind = Literal["threads", "processes"]
-WORKER_KINDS: tuple[WorkerKind, ...] = ("threads", "processes")
+WORKER_KINDS: tuple[WorkerKind, ...] = ("threads", "processes")  # data.worker_kind
 OpenLoader = AbstractContextManager[Callable[[int], ImageBatch]]
 
 
@@ -203,10 +193,10 @@ def open_loader(
     decoder: Literal["cpu", "gpu"],
     device: torch.device,
 ) -> Iterator[Callable[[int], ImageBatch]]:
-    """at(step): the decoded images of a step, the next steps being read ahead."""
+    """Gives at(step): the decoded images of a step; the next steps are read ahead."""
     source = open_source(folder)
     if device.type == "cuda":
-        torch.set_num_threads(1)  # as massl.pretrain does beside a GPU
+        torch.set_num_threads(1)  # as massl.pretrain does with a GPU
 
     def refuse(message: str) -> None:
         raise SystemExit(f"an image cannot be read: {message}")
@@ -243,7 +233,7 @@ def environment(device: torch.device) -> dict[str, object]:
 
 
 def evaluated_backbone(model: str, *, device: torch.device) -> Backbone:
-    """Random weights of the size that trained ones have: freshly initialised blocks barely change the stream."""
+    """Random weights as large as trained ones: newly initialised blocks barely change the residual stream."""
     backbone = build_backbone(BackboneSettings(name=model), seed=_SEED).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(_SEED)
     for parameter in backbone.parameters():
@@ -290,7 +280,7 @@ def probe_step(
 
 
 def clusters(rows: Tensor, *, num_clusters: int, num_iterations: int, num_restarts: int) -> float:
-    """k-means; the objective it reaches."""
+    """The final objective of k-means."""
     return spherical_kmeans(
         rows,
         num_clusters=num_clusters,
