@@ -80,33 +80,20 @@ def run_blocks(document: Any) -> dict[str, Any]:
     return world
 
 
-@pytest.fixture
-def shown(documents: list[Any]) -> Callable[[str], dict[str, Any]]:
-    return lambda name: run_blocks(next(document for document in documents if document.name == name))
+def check_readme(world: dict[str, Any]) -> None:
+    assert world["features"].shape == (2, 384)
 
 
-def test_the_python_blocks_of_a_document_run(
-    document_with_python: Any, readers_folder: Path, quick_training: None
-) -> None:
-    assert len(run_blocks(document_with_python)) > 3
-
-
-def test_the_readme_loads_a_backbone_of_384_features(
-    shown: Callable[[str], Any], readers_folder: Path, quick_training: None
-) -> None:
-    assert shown("README.md")["features"].shape == (2, 384)
-
-
-def test_the_whole_loop_with_the_memory_loss_fills_its_memory(shown: Callable[[str], Any]) -> None:
-    world = shown("docs/memory-loss.md")
+def check_loop_with_memory_loss(world: dict[str, Any]) -> None:
+    """It fills its memory."""
     assert world["step"] == 19
     assert world["loss"].isfinite()
     assert int(world["memory"].cursor) == 20 * 16 % 256
     assert any(parameter.grad.abs().sum() > 0 for parameter in world["student"].parameters())
 
 
-def test_the_method_of_your_own_takes_a_step(shown: Callable[[str], Any]) -> None:
-    world = shown("docs/methods.md")
+def check_method_of_your_own(world: dict[str, Any]) -> None:
+    """It takes a step."""
     options: dict[str, int | float | str | bool] = {"embed_dim": 32, "depth": 1, "num_heads": 2}
     backbone = BackboneSettings(
         name="vit_tiny_patch16_224", image_size=16, patch_size=8, drop_path_rate=0.0, timm_options=options
@@ -124,6 +111,29 @@ def test_the_method_of_your_own_takes_a_step(shown: Callable[[str], Any]) -> Non
     method.after_step(output, hyper)
     assert output.loss > 0
     assert method.backbone_to_evaluate() is method.backbone
+
+
+CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "README.md": check_readme,
+    "docs/memory-loss.md": check_loop_with_memory_loss,
+    "docs/methods.md": check_method_of_your_own,
+}
+
+
+def test_the_python_blocks_of_a_document_run(
+    document_with_python: Any, readers_folder: Path, quick_training: None
+) -> None:
+    world = run_blocks(document_with_python)
+    assert len(world) > 3
+    if check := CHECKS.get(document_with_python.name):
+        check(world)
+
+
+def test_every_document_with_a_check_of_its_own_shows_python(documents: list[Any]) -> None:
+    with_python = {
+        document.name for document in documents if any(block.language == "python" for block in document.blocks)
+    }
+    assert CHECKS.keys() <= with_python
 
 
 def test_every_dotted_name_in_running_text_exists(document: Any) -> None:
