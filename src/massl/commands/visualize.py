@@ -26,11 +26,12 @@ from massl.nn.token_readout import has_class_token
 from massl.reports.pictures.attention import AttentionDrawing, draw_attention
 from massl.reports.pictures.correspondence import draw_pairs
 from massl.reports.pictures.images import class_name, whole_images
-from massl.reports.pictures.neighbours import NeighbourRow, Neighbours, find_neighbours, neighbour_rows
+from massl.reports.pictures.neighbours import Neighbours, ShownImage, find_neighbours, neighbour_rows
 from massl.reports.pictures.sheets import GREEN, GREY, RED, SMALLEST_TILE, Tile, sheet, tile_side
 
 PictureKind = Literal["attention", "correspondence", "neighbours"]
 _ROWS_PER_SHEET = 16  # more go on further sheets, which stay small enough to open
+_FRAMES = {True: GREEN, False: RED, None: GREY}  # of neighbours of the same class, of another, of an unknown one
 _PAIRS = {"instance": "two views of an image", "class": "two images of a class"}
 
 
@@ -207,7 +208,7 @@ def _save_neighbours(extractor: Extractor, source: ImageSource, settings: Visual
         headings=["image", *(str(number + 1) for number in range(neighbours.indices.shape[1]))],
         rule_after_first=True,
     )
-    rows = map(_neighbour_tiles, neighbour_rows(source, chosen, database, neighbours, pictures))
+    rows = itertools.starmap(_neighbour_tiles, neighbour_rows(source, chosen, database, neighbours, pictures))
     return _save_pages(rows, page_of, settings.folder / "neighbours.png")
 
 
@@ -227,15 +228,12 @@ def _find_neighbours(
     return find_neighbours(queries, rows, num_neighbours=num_neighbours, own_rows=own_rows, name=database.name)
 
 
-def _neighbour_tiles(row: NeighbourRow) -> list[Tile]:
-    frames = {True: GREEN, False: RED, None: GREY}
-    return [
-        Tile(picture=row.picture, captions=(row.name,), frame=GREY),
-        *(
-            Tile(picture=near.picture, captions=(f"{near.similarity:.3f}", near.name), frame=frames[near.same_class])
-            for near in row.neighbours
-        ),
-    ]
+def _neighbour_tiles(query: ShownImage, found: Sequence[ShownImage]) -> list[Tile]:
+    tiles = [Tile(picture=query.picture, captions=(query.name,), frame=GREY)]
+    for near in found:
+        captions, frame = (f"{near.similarity:.3f}", near.name), _FRAMES[near.same_class]
+        tiles.append(Tile(picture=near.picture, captions=captions, frame=frame))
+    return tiles
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

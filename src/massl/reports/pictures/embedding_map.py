@@ -1,4 +1,4 @@
-"""Features in the plane: where each image lies, and in which colour and shape its class is drawn."""
+"""Features in the plane: the position of each image, and the colour and shape of its class."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from massl.config import MasslError
 Rows = NDArray[np.float32]
 Positions = NDArray[np.int64]
 
-FEWEST_IMAGES = 10  # below that there is nothing to see on a map
+FEWEST_IMAGES = 10  # a map of fewer shows nothing
 WIDTH = 1000  # units of the drawing from left to right
-MAX_CLASSES = 12  # with a colour of their own; of more, the most frequent 11 and one grey for the others
+MAX_CLASSES = 12  # with their own colour; of more, the 11 most frequent and one grey for the others
 _LOWEST = 300  # units of the drawing from top to bottom at least
 _MARGIN = 20  # units of the drawing around the outermost dots
 _PRINCIPAL_COMPONENTS = 50  # kept before t-SNE, as van der Maaten and Hinton (2008) advise
-_PERPLEXITY = 30.0  # neighbours that t-SNE keeps together; a third of the images where they are few
+_PERPLEXITY = 30.0  # neighbours that t-SNE keeps together; a third of the images if there are few
 
 
 class MapError(MasslError, ValueError):
@@ -46,8 +46,7 @@ def plane_positions(rows: Rows) -> Positions:  # [N, D] -> [N, 2] to the right a
     directions /= np.maximum(np.linalg.norm(directions, axis=1, keepdims=True), 1e-12)
     if float(directions.std(axis=0).max()) < 1e-6:
         raise MapError("all images have the same features: the model tells nothing apart, so there is no map to draw")
-    # One thread: several add up the repulsion of the dots in an order of their own each time, and t-SNE blows the
-    # rounding up.
+    # One thread: several sum up in a different order each time, and t-SNE amplifies the rounding.
     with threadpool_limits(limits=1):
         components = PCA(min(_PRINCIPAL_COMPONENTS, *rows.shape), svd_solver="full").fit_transform(directions)
         start = components[:, :2] / components[:, 0].std() * 1e-4
@@ -56,18 +55,17 @@ def plane_positions(rows: Rows) -> Positions:  # [N, D] -> [N, 2] to the right a
 
 
 def _scaled(points: NDArray[np.float64]) -> Positions:  # [N, 2] -> [N, 2]
-    """Whole units, turned so that the map is widest from left to right, distances kept in proportion."""
+    """Whole units, rotated so that the map is widest from left to right; the aspect ratio stays."""
     centred = points - points.mean(axis=0)
     axes = np.linalg.svd(centred, full_matrices=False)[2]
-    # an axis and its opposite are one to the decomposition
+    # the decomposition leaves the sign of an axis open
     axes *= np.sign(axes[np.arange(2), np.abs(axes).argmax(axis=1)])[:, None]
     turned = centred @ axes.T
     low, high = turned.min(axis=0), turned.max(axis=0)
     scale = (WIDTH - 2 * _MARGIN) / max(float((high - low).max()), 1e-12)
     middle = (high - low) * scale / 2 + _MARGIN
-    units: Positions = np.rint(
-        (turned - (low + high) / 2) * scale + np.maximum(middle, (WIDTH / 2, _LOWEST / 2))
-    ).astype(np.int64)
+    moved = (turned - (low + high) / 2) * scale + np.maximum(middle, (WIDTH / 2, _LOWEST / 2))
+    units: Positions = np.rint(moved).astype(np.int64)
     return units
 
 
@@ -77,22 +75,16 @@ def height_of(positions: Positions) -> int:  # [N, 2]
 
 
 def class_groups(labels: Sequence[int], class_names: tuple[str, ...] | None) -> list[MapGroup]:
-    """Images by class; those of the rarer of many classes together. Without class names all are one group."""
+    """Images by class, the rarest of many classes together; one group without class names."""
     if class_names is None:
         return [MapGroup(name="images", style=0, images=tuple(range(len(labels))))]
     counts = Counter(labels)
     num_own = MAX_CLASSES if len(counts) <= MAX_CLASSES else MAX_CLASSES - 1
     frequent = sorted(sorted(counts), key=lambda label: -counts[label])[:num_own]
-    groups = [
-        MapGroup(
-            name=class_names[label],
-            style=style,
-            images=tuple(number for number, own in enumerate(labels) if own == label),
-        )
-        for style, label in enumerate(sorted(frequent))
-    ]
-    others = tuple(number for number, own in enumerate(labels) if own not in frequent)
-    if others:
-        # drawn below the rest
-        groups.insert(0, MapGroup(name=f"{len(counts) - len(frequent)} other classes", style=None, images=others))
+    groups = []
+    if others := tuple(number for number, own in enumerate(labels) if own not in frequent):  # drawn below the rest
+        groups.append(MapGroup(name=f"{len(counts) - len(frequent)} other classes", style=None, images=others))
+    for style, label in enumerate(sorted(frequent)):
+        images = tuple(number for number, own in enumerate(labels) if own == label)
+        groups.append(MapGroup(name=class_names[label], style=style, images=images))
     return groups

@@ -1,6 +1,6 @@
 """The nearest neighbours of images by the cosine of their features, with what is shown of each."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from massl.reports.pictures.images import class_name, image_name
 _CHUNK_ROWS = 1 << 16  # rows of the database compared at once
 _QUERIES_AT_ONCE = 16  # whose pictures are in memory together
 
-ReadPictures = Callable[[ImageSource, Tensor], Sequence[Pixels]]  # of images given by their indices
+ReadPictures = Callable[[ImageSource, Tensor], Iterable[Pixels]]  # of images given by their indices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,22 +25,13 @@ class Neighbours:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeighbourPicture:
-    """A neighbour as it is shown."""
+class ShownImage:
+    """A query or a neighbour, as it is shown."""
 
     picture: Pixels  # [H, W, 3]
     name: str
-    similarity: float
-    same_class: bool | None  # as the query; None: unknown
-
-
-@dataclass(frozen=True, kw_only=True)
-class NeighbourRow:
-    """A query and its neighbours."""
-
-    picture: Pixels  # [H, W, 3]
-    name: str
-    neighbours: tuple[NeighbourPicture, ...]
+    similarity: float = 1.0  # to the query
+    same_class: bool | None = None  # as the query; None: unknown
 
 
 def find_neighbours(
@@ -75,32 +66,28 @@ def nearest_rows(
 
 def neighbour_rows(
     source: ImageSource, chosen: Tensor, database: ImageSource, neighbours: Neighbours, pictures: ReadPictures
-) -> Iterator[NeighbourRow]:
-    """One row per chosen image of the source, whose neighbours are in the same order as `chosen`."""
+) -> Iterator[tuple[ShownImage, list[ShownImage]]]:
+    """Each chosen image of the source and its neighbours, which are given in the order of `chosen`."""
     for start in range(0, len(chosen), _QUERIES_AT_ONCE):
         part = slice(start, start + _QUERIES_AT_ONCE)
         found = iter(pictures(database, neighbours.indices[part].flatten()))
-        for picture, index, near, similarities in zip(
-            pictures(source, chosen[part]),
-            chosen[part].tolist(),
-            neighbours.indices[part].tolist(),
-            neighbours.similarities[part].tolist(),
-            strict=True,
-        ):
-            yield NeighbourRow(
-                picture=picture,
-                name=image_name(source, index),
-                neighbours=tuple(
-                    NeighbourPicture(
+        rows = zip(neighbours.indices[part].tolist(), neighbours.similarities[part].tolist(), strict=True)
+        queries = zip(pictures(source, chosen[part]), chosen[part].tolist(), strict=True)
+        for (picture, index), (near, similarities) in zip(queries, rows, strict=True):
+            own_class = class_name(source, index)
+            yield (
+                ShownImage(picture=picture, name=image_name(source, index)),
+                [
+                    ShownImage(
                         picture=next(found),
                         name=image_name(database, other),
                         similarity=similarity,
-                        same_class=_is_same_class(class_name(source, index), class_name(database, other)),
+                        same_class=_is_same(own_class, class_name(database, other)),
                     )
                     for other, similarity in zip(near, similarities, strict=True)
-                ),
+                ],
             )
 
 
-def _is_same_class(first: str, second: str) -> bool | None:
+def _is_same(first: str, second: str) -> bool | None:
     return first == second if first and second else None

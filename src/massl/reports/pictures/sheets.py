@@ -29,13 +29,13 @@ class Tile:
     """A picture and what is written below it."""
 
     picture: Pixels  # [H, W, 3]
-    captions: tuple[str, ...] = ()  # one a line; shortened where they are wider than the tile
+    captions: tuple[str, ...] = ()  # one per line, shortened to the width of the tile
     frame: Colour | None = None
     smooth: bool = True  # how it is enlarged: a photograph smoothly, a map of patches in sharp squares
 
 
 def tile_side(size: int) -> int:
-    """A side of at least 160 px that squares of `size` pixels fill by a whole factor, so that patches stay equal."""
+    """A side of at least 160 px, `size` times or divided by a whole number, so that patches stay equal."""
     return size // (size // SMALLEST_TILE) if size >= SMALLEST_TILE else size * -(-SMALLEST_TILE // size)
 
 
@@ -59,12 +59,9 @@ def sheet(
     headings: Sequence[str] = (),
     rule_after_first: bool = False,
 ) -> Image.Image:
-    """Tiles of at most box = (width, height) pixels each; `headings` stand above the columns.
-
-    `rule_after_first` sets the first column apart by a vertical line: queries from what was found for them.
-    """
+    """Tiles of at most box = (width, height) pixels; `rule_after_first` draws a line after the first column."""
     text_size = max(_TEXT_SIZE, box[1] // 20)
-    text, title_font = _font(text_size), _font(round(_TITLE_SCALE * text_size))
+    text, title_font = ImageFont.load_default(text_size), ImageFont.load_default(round(_TITLE_SCALE * text_size))
     line, title_line = round(_LINE_SPACING * text_size), round(_LINE_SPACING * _TITLE_SCALE * text_size)
     num_columns = max(len(headings), *(len(row) for row in rows))
     extra = 2 * _GAP if rule_after_first else 0
@@ -100,11 +97,8 @@ def _place(
     picture = fitted(tile.picture, (box[0] - 2 * inner, box[1] - 2 * inner), smooth=tile.smooth)
     x, y = left + (box[0] - picture.width) // 2, top + (box[1] - picture.height) // 2
     if tile.frame is not None:
-        draw.rectangle(
-            (x - inner, y - inner, x + picture.width + inner - 1, y + picture.height + inner - 1),
-            outline=tile.frame,
-            width=_FRAME,
-        )
+        corners = (x - inner, y - inner, x + picture.width + inner - 1, y + picture.height + inner - 1)
+        draw.rectangle(corners, outline=tile.frame, width=_FRAME)
     canvas.paste(picture, (x, y))
     for number, caption in enumerate(tile.captions):
         _write_centred(draw, caption, (left, top + box[1] + _GAP // 2 + number * line), box[0], font)
@@ -115,12 +109,8 @@ def _write_centred(draw: Any, line: str, corner: tuple[int, int], width: int, fo
     draw.text((corner[0] + (width - font.getlength(short)) / 2, corner[1]), short, fill=_INK, font=font)
 
 
-def _font(size: int) -> Font:
-    return ImageFont.load_default(size)
-
-
 def _shortened(line: str, font: Font, width: int) -> str:
-    """The line, its middle left out if it is too wide: of a file name both ends tell something."""
+    """The line without its middle if it is too wide; both ends of a file name matter."""
     if font.getlength(line) <= width:
         return line
     for num_kept in range(len(line) - 1, 0, -1):

@@ -25,7 +25,7 @@ from massl.reports.pictures.attention import draw_attention
 from massl.reports.pictures.correspondence import draw_pairs
 from massl.reports.pictures.embedding_map import plane_positions
 from massl.reports.pictures.images import centre_crops, image_name
-from massl.reports.pictures.neighbours import NeighbourPicture, Neighbours, neighbour_rows
+from massl.reports.pictures.neighbours import Neighbours, ShownImage, neighbour_rows
 from massl.reports.pictures.run_features import RunFeatures
 from massl.reports.pictures.sprites import SpriteSheet, exact_uri, photo_uri, sprite_sheet
 
@@ -131,17 +131,17 @@ def _draw_neighbours(run: RunFeatures, sprite_bytes: int) -> Drawn:
     pictures = functools.partial(centre_crops, run.extractor, max_side=_TILE_SIDE)
     rows = [
         [
-            _photo(row.picture, max_side=_TILE_SIDE, alt=f"query: {row.name}", captions=(row.name,)),
-            *map(_neighbour, row.neighbours),
+            _photo(query.picture, max_side=_TILE_SIDE, alt=f"query: {query.name}", captions=(query.name,)),
+            *map(_neighbour, found),
         ]
-        for row in neighbour_rows(run.sample.queries, chosen, run.sample.database, shown, pictures)
+        for query, found in neighbour_rows(run.sample.queries, chosen, run.sample.database, shown, pictures)
     ]
     headings = ["image", *(str(number + 1) for number in range(shown.indices.shape[1]))]
     said = f"Looked for among {run.sample.database_in_words}."
     return Drawn(markup=sentence_markup(said) + sheet_markup(rows, headings=headings, first_is_apart=True))
 
 
-def _neighbour(near: NeighbourPicture) -> PagePicture:
+def _neighbour(near: ShownImage) -> PagePicture:
     mark, sign, verdict = _VERDICTS[near.same_class]
     return PagePicture(
         uri=photo_uri(near.picture, max_side=_TILE_SIDE),

@@ -80,8 +80,8 @@ def summary_table(runs: Sequence[Run]) -> PageTable:
 def _at_equal_cost(runs: Sequence[Run]) -> dict[str, list[Cell]]:
     """The column of k-NN after as many minutes as all probed runs have; none if fewer than two have any."""
     probed = [run for run in runs if run.probes]
-    cost = equal_cost(probed) if len(probed) > 1 else {"gpu_minutes": 0}
-    if cost["gpu_minutes"] == 0:  # one of them has only begun
+    cost = equal_cost(probed) if len(probed) > 1 else None
+    if cost is None or cost["gpu_minutes"] == 0:  # 0: one of them has only begun
         return {}
     probes = [cost["knn"].get(run.label) for run in runs]
     name = f"k-NN at {minutes_text(cost['gpu_minutes'])} {device_word(runs)} min, %"
