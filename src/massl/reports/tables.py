@@ -10,39 +10,29 @@ from massl.evaluations.results import ResultRow
 from massl.reports.published.paper import TRANSFER_AVERAGE, TRANSFER_DATA, PaperFigure, paper_figures
 
 _NAMES = ("protocol", "data", "setting", "metric")  # what a row measures
-_WORDS = frozenset({*_NAMES, "model"})  # columns to set flush left; all others hold numbers
+_WORDS = frozenset({*_NAMES, "model"})  # columns of text
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultsTable:
-    """What is shown, as text, whatever shows it."""
+    """A table as text, for the terminal, Markdown and the page."""
 
-    title: str  # whose results these are; empty where a column says it
+    title: str  # the model; "" if a column names it
     columns: tuple[str, ...]
-    lines: tuple[tuple[str, ...], ...]  # one text a column
+    lines: tuple[tuple[str, ...], ...]  # one text per column
     footnotes: tuple[str, ...]  # each begins with its mark
     text_columns: frozenset[str]  # left-aligned; all others hold numbers
     group_by: str = ""  # column whose change starts a new group of lines
 
 
 def results_table(rows: Iterable[ResultRow], *, methods: Sequence[str] = ("MaSSL",)) -> ResultsTable:
-    """Rows side by side with the paper's figures for `methods`, wherever architecture, data, setting and metric are the
-    same.
-    """
+    """Rows with the paper's figures for `methods` where architecture, data, setting and metric are the same."""
     with_deviations = _merge_deviations(_grouped(rows))
     merged = [row for row, _ in with_deviations]
-    published = [
-        paper_figures(
-            protocol=row.protocol,
-            data=row.data,
-            setting=str(row.setting),
-            metric=row.metric,
-            architecture=row.architecture,
-        )
-        for row in merged
-    ]
-    columns = [_paper_column(method, merged, published) for method in methods]
+    published = [_published(row) for row in merged]
+    paper_columns = {method: _paper_column(method, merged, published) for method in methods}
+    shown_methods = [method for method, column in paper_columns.items() if column]
     models = {_model_key(row): _model_label(row, merged) for row in merged}
     shows_models = len(models) > 1
     marks: dict[str, str] = {}
@@ -50,21 +40,12 @@ def results_table(rows: Iterable[ResultRow], *, methods: Sequence[str] = ("MaSSL
     for (row, deviation), figures in zip(with_deviations, published, strict=True):
         line = [models[_model_key(row)]] if shows_models else []
         line += [row.protocol, row.data, str(row.setting), row.metric, _with_deviation(row.value, deviation)]
-        line += [f"{row.num_samples:,}", _seconds_text(row.seconds)]
-        line += [
-            _figure_text(figures.get(method), marks) for method, column in zip(methods, columns, strict=True) if column
-        ]
-        lines.append(tuple(line))
+        line += [f"{row.num_samples:,}", f"{row.seconds:,.0f}" if row.seconds >= 100 else f"{row.seconds:.1f}"]
+        lines.append((*line, *(_figure_text(figures.get(method), marks) for method in shown_methods)))
+    measured = (*(("model",) if shows_models else ()), *_NAMES, "value", "n", "seconds")
     return ResultsTable(
-        title=_title(merged, shows_models=shows_models),
-        columns=(
-            *(("model",) if shows_models else ()),
-            *_NAMES,
-            "value",
-            "n",
-            "seconds",
-            *(column for column in columns if column),
-        ),
+        title="" if shows_models or not merged else _title(merged[0]),
+        columns=(*measured, *(paper_columns[method] for method in shown_methods)),
         lines=tuple(lines),
         footnotes=tuple(f"{mark} {note}" for note, mark in marks.items()),
         text_columns=_WORDS,
@@ -73,17 +54,10 @@ def results_table(rows: Iterable[ResultRow], *, methods: Sequence[str] = ("MaSSL
 
 
 def as_markdown(table: ResultsTable) -> str:
-    """For documents: the same table and footnotes."""
-    header = [
-        _markdown_line(table.columns),
-        _markdown_line([":--" if column in table.text_columns else "--:" for column in table.columns]),
-    ]
-    parts = [
-        [table.title] if table.title else [],
-        [*header, *map(_markdown_line, table.lines)],
-        *([note] for note in table.footnotes),
-    ]
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    """The table and its footnotes."""
+    alignments = [":--" if column in table.text_columns else "--:" for column in table.columns]
+    lines = "\n".join(map(_markdown_line, [table.columns, alignments, *table.lines]))
+    return "\n\n".join([*([table.title] if table.title else []), lines, *table.footnotes])
 
 
 def transfer_averages(rows: Iterable[ResultRow]) -> list[ResultRow]:
@@ -154,11 +128,13 @@ def _model_label(row: ResultRow, rows: list[ResultRow]) -> str:
     return label
 
 
-def _title(rows: list[ResultRow], *, shows_models: bool) -> str:
-    if shows_models or not rows:
-        return ""
-    first = rows[0]
-    return f"{first.model} ({first.architecture}, weights {first.weights}, {first.precision})"
+def _title(row: ResultRow) -> str:
+    return f"{row.model} ({row.architecture}, weights {row.weights}, {row.precision})"
+
+
+def _published(row: ResultRow) -> dict[str, PaperFigure]:
+    names = {"protocol": row.protocol, "data": row.data, "setting": str(row.setting), "metric": row.metric}
+    return paper_figures(**names, architecture=row.architecture)
 
 
 def _with_deviation(value: float, deviation: float | None) -> str:
@@ -166,7 +142,7 @@ def _with_deviation(value: float, deviation: float | None) -> str:
 
 
 def _paper_column(method: str, rows: list[ResultRow], published: list[dict[str, PaperFigure]]) -> str:
-    """What stands above a method's figures: each is for the architecture of its row. Nothing where there are none."""
+    """The heading of a method's figures, each for the architecture of its row; "" if there are none."""
     architectures = {row.architecture for row, figures in zip(rows, published, strict=True) if method in figures}
     if not architectures:
         return ""
@@ -174,15 +150,11 @@ def _paper_column(method: str, rows: list[ResultRow], published: list[dict[str, 
 
 
 def _figure_text(figure: PaperFigure | None, marks: dict[str, str]) -> str:
-    """The paper's number with the marks of its notes; notes not met before get the next ones."""
+    """The paper's number with the marks of its notes; new notes are added to `marks`."""
     if figure is None:
         return ""
     own = [marks.setdefault(note, str(len(marks) + 1).translate(_RAISED)) for note in figure.notes]
     return _with_deviation(figure.value, figure.deviation) + ",".join(own)
-
-
-def _seconds_text(seconds: float) -> str:
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.1f}"
 
 
 def _markdown_line(cells: Iterable[str]) -> str:
