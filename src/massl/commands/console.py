@@ -65,14 +65,19 @@ def require_writable(folder: Path, *, option: str = "output") -> None:
         raise MasslError(f"cannot write to {folder}; change its permissions or choose another --{option}")
 
 
-def command_text(command: str, settings: Settings, *, positional: Iterable[str] = ()) -> str:
-    """The command line that gives these settings; options at their default are left out."""
+def command_text(command: str, settings: Settings, *, positional: Iterable[str] = (), has_flags: bool = False) -> str:
+    """The command line that gives these settings; options at their default are left out.
+
+    `has_flags`: as in `arguments.parse`, --no-figures instead of --figures False.
+    """
     words = ["massl", command]
     for key, value in _changed_options(settings):
         if key in positional:
             words += _as_words(value)
     for key, value in _changed_options(settings):
-        if key not in positional:
+        if has_flags and isinstance(value, bool):
+            words += [f"--{key}" if value else f"--no-{key}"]
+        elif key not in positional:
             words += [f"--{key}", *_as_words(value)]
     return shlex.join(words)
 

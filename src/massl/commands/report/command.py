@@ -108,7 +108,7 @@ def run_report(settings: ReportSettings) -> Report:
     for run in runs:
         for remark in run.remarks:
             print_line(console, f"{run.label}: {remark}", style="yellow")
-    command = command_text("report", settings, positional=["runs"])
+    command = command_text("report", settings, positional=["runs"], has_flags=True)
     sections = _sections(runs, ablations, settings, command)
     page = report_page(runs, sections, title=_title(runs, ablations), created=datetime.now(UTC))
     encoded = page.encode("utf-8", errors="backslashreplace")  # names of files need not be UTF-8
