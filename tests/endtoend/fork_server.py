@@ -68,8 +68,8 @@ def kill_at_event(num_events: int) -> None:
     sys.setprofile(count_down)
 
 
-def kill_at_call(target: str, nth: int, moment: str) -> None:
-    """kill -9 before or after the nth call of `module:Class.function`."""
+def kill_at_call(target: str, nth: int, moment: str, number: int = signal.SIGKILL) -> None:
+    """Send this process a signal before or after the nth call of `module:Class.function`."""
     module, _, qualified = target.partition(":")
     *parents, name = qualified.split(".")
     owner = functools.reduce(getattr, parents, importlib.import_module(module))
@@ -80,10 +80,10 @@ def kill_at_call(target: str, nth: int, moment: str) -> None:
         nonlocal num_calls
         num_calls += 1
         if num_calls == nth and moment == "before":
-            _die()
+            os.kill(os.getpid(), number)
         result = original(*positional, **named)
         if num_calls == nth and moment == "after":
-            _die()
+            os.kill(os.getpid(), number)
         return result
 
     setattr(owner, name, wrapped)

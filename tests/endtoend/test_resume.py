@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-NUM_STEPS = 24  # of the tiny recipe on 48 images; checkpoints every 4 steps, probes every 6
+NUM_STEPS = 12  # of the tiny recipe on 48 images; checkpoints every 2 steps, probes every 6
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,8 @@ def command(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
         Image.frombytes("RGB", (20, 24), generator.randbytes(20 * 24 * 3)).save(folder / f"{number:03d}.png")
     damaged = root / "class1" / "005.png"
     damaged.write_bytes(damaged.read_bytes()[:300])
-    return lambda output: ["pretrain", "--recipe", recipe, "--data.source", root, "--output", output]
+    length = ["--trainer.epochs", "2", "--trainer.checkpoint_every_steps", "2"]
+    return lambda output: ["pretrain", "--recipe", recipe, "--data.source", root, "--output", output, *length]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def _lines(run: Path) -> list[str]:
     [
         pytest.param({"kill_at_call": ["os:fsync", 1, "after"]}, id="while the recipe is written"),
         pytest.param(
-            {"kill_at_call": ["massl.training.optimizers:clip_each_gradient", 3, "after"]},
+            {"kill_at_call": ["massl.training.optimizers:clip_each_gradient", 2, "after"]},
             id="before the first checkpoint",
         ),
         pytest.param({"kill_in_half_a_checkpoint": [1]}, id="while the first checkpoint is written"),
@@ -91,7 +92,7 @@ def _lines(run: Path) -> list[str]:
             id="while old ones are dropped",
         ),
         pytest.param({"kill_at_call": ["massl.training.probes:knn_accuracy", 2, "before"]}, id="in a probe"),
-        pytest.param({"kill_in_half_a_metrics_line": [12]}, id="while metrics are written"),
+        pytest.param({"kill_in_half_a_metrics_line": [8]}, id="while metrics are written"),
         pytest.param(
             {"kill_at_call": ["massl.nn.memory:MemoryBank.enqueue", 10, "before"]}, id="between weights and memory"
         ),
@@ -112,16 +113,14 @@ def test_checkpoint_damaged_on_the_disk_is_named_and_the_one_before_it_taken(
     command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    assert (
-        server.run(*command(run), kill_at_call=["massl.nn.memory:MemoryBank.enqueue", 15, "before"]).status
-        == -signal.SIGKILL
-    )
-    newest = run / "checkpoints" / "step_000000012.pt"
+    killed = server.run(*command(run), kill_at_call=["massl.nn.memory:MemoryBank.enqueue", 8, "before"])
+    assert killed.status == -signal.SIGKILL
+    newest = run / "checkpoints" / "step_000000006.pt"
     newest.write_bytes(newest.read_bytes()[:1000])
     answer = server.run(*command(run))
     assert answer.status == 0
     assert str(newest) in answer.text
-    assert "step 8 of 24" in answer.text
+    assert f"step 4 of {NUM_STEPS}" in answer.text
     runs.assert_bitwise_equal(run, uninterrupted)
 
 
@@ -130,20 +129,17 @@ def test_signal_saves_a_checkpoint_at_once_and_the_same_command_continues(
     number: signal.Signals, status: int, command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    process = server.start(*command(run), "--trainer.checkpoint_every_steps", "1000")
-    process.wait_until(lambda: len(_lines(run)) > 5)
-    os.kill(process.pid, number)
-    answer = process.wait()
-    stopped = runs.state(run)["step"]
-    assert 5 <= stopped < NUM_STEPS
+    signalled = {"kill_at_call": ["massl.nn.memory:MemoryBank.enqueue", 5, "before", int(number)]}
+    answer = server.run(*command(run), "--trainer.checkpoint_every_steps", "1000", **signalled)
+    assert runs.state(run)["step"] == 5
     assert answer.status == status
-    assert f"step {stopped} of 24" in answer.text
+    assert f"step 5 of {NUM_STEPS}" in answer.text
     assert "Traceback" not in answer.text
     assert "ResourceWarning" not in answer.text
-    assert len(_lines(run)) == stopped + 1
+    assert len(_lines(run)) == 6
     answer = server.run(*command(run))
     assert answer.status == 0
-    assert f"step {stopped} of 24" in answer.text
+    assert f"step 5 of {NUM_STEPS}" in answer.text
     runs.assert_bitwise_equal(run, uninterrupted)
 
 
@@ -162,18 +158,18 @@ def test_longer_max_steps_continues_a_run(
     run = tmp_path / "run"
     answer = server.run(*command(run), "--trainer.max_steps", "5")
     assert answer.status == 0
-    assert "5 of 24 steps" in answer.text
-    answer = server.run(*command(run), "--trainer.max_steps", "13")
+    assert f"5 of {NUM_STEPS} steps" in answer.text
+    answer = server.run(*command(run), "--trainer.max_steps", "8")
     assert answer.status == 0
-    assert "step 5 of 13" in answer.text
-    assert runs.state(run)["step"] == 13
+    assert "step 5 of 8" in answer.text
+    assert runs.state(run)["step"] == 8
     answer = server.run(*command(run), "--trainer.max_steps", "None")
     assert answer.status == 0
-    # The ends at 5 and 13 were probed, which the uninterrupted run has not done.
+    # The ends at 5 and 8 were probed, which the uninterrupted run has not done.
     probe_keys = {"knn_top1", "effective_rank", "embedding_spread", "teacher_entropy", "memory_winner_share"}
     for row, expected in zip(runs.rows(run), runs.rows(uninterrupted), strict=True):
         extra = row.keys() - expected.keys()
-        assert extra == (probe_keys if row["step"] in (5, 13) else set())
+        assert extra == (probe_keys if row["step"] in (5, 8) else set())
         assert {key: value for key, value in row.items() if key not in extra} == expected
     assert runs.difference(runs.backbone(run), runs.backbone(uninterrupted)) is None
 
@@ -185,7 +181,7 @@ def test_finished_run_says_so_and_is_not_trained_again(command: Any, server: Any
     before = {name: ((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in kept}
     answer = server.run(*command(run), "--trainer.max_steps", "5")
     assert answer.status == 0
-    assert "5 of 24 steps" in answer.text
+    assert f"5 of {NUM_STEPS} steps" in answer.text
     assert "step 1/" not in answer.text
     assert {name: ((run / name).read_bytes(), (run / name).stat().st_mtime_ns) for name in kept} == before
 
