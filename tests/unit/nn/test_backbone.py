@@ -108,9 +108,7 @@ def test_transformers_whose_features_timm_would_pool_otherwise_are_refused() -> 
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
-    with pytest.raises(
-        RecipeError, match=r"timm has no model 'vit_smal_patch16_224'\. Did you mean 'vit_small_patch16_224'\?"
-    ):
+    with pytest.raises(RecipeError, match="Did you mean 'vit_small_patch16_224'"):
         build_backbone(BackboneSettings(name="vit_smal_patch16_224"), seed=0)
 
 

@@ -72,9 +72,7 @@ def test_positions_are_no_state() -> None:
 
 @pytest.mark.parametrize("sizes", [{"dim": 10, "num_heads": 2}, {"dim": 12, "num_heads": 5}])
 def test_sizes_that_do_not_divide_are_refused(sizes: dict[str, int]) -> None:
-    with pytest.raises(
-        RecipeError, match=r"method\.decoder\.dim 1. must be a multiple of 4.*and of method\.decoder\.num_heads"
-    ):
+    with pytest.raises(RecipeError, match=r"method\.decoder\.dim 1.*method\.decoder\.num_heads"):
         PatchDecoder(DecoderSettings(**sizes), in_dim=8, out_dim=6, grid=(3, 3))
 
 

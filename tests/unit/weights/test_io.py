@@ -82,7 +82,7 @@ def test_loading_leaves_the_global_random_generator_alone(tmp_path: Path) -> Non
 
 
 def test_a_run_without_a_backbone_is_refused_with_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"backbone\.safetensors does not exist; give the folder of a massl run"):
+    with pytest.raises(WeightsError, match=r"backbone\.safetensors does not exist"):
         load_backbone(tmp_path)
     with pytest.raises(WeightsError, match="nowhere does not exist"):
         load_backbone(tmp_path / "nowhere")

@@ -107,7 +107,7 @@ def test_a_resnet_of_mocov3_is_refused() -> None:
 
 def test_nothing_beside_the_backbone_is_dropped_unless_it_is_known() -> None:
     weights = {f"backbone.{key}": tensor for key, tensor in vit_state().items()}
-    with pytest.raises(WeightsError, match=r"unexpected entries beside backbone\.\*: adapter\.weight, cls_token"):
+    with pytest.raises(WeightsError, match=r"unexpected .*adapter\.weight, cls_token"):
         backbone_of(
             {"teacher": {**weights, "cls_token": torch.ones(1), "adapter.weight": torch.ones(1)}}, origin="a.pth"
         )

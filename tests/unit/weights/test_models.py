@@ -196,7 +196,7 @@ def test_a_convolutional_run_opens_too(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_backbone_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"backbone\.safetensors does not exist; give the folder of a massl run"):
+    with pytest.raises(WeightsError, match=r"backbone\.safetensors does not exist"):
         open_model(tmp_path)
 
 
@@ -387,9 +387,7 @@ def test_code_in_a_file_is_never_run(tmp_path: Path, kind: str) -> None:
         file.write_bytes(pickle.dumps(content["args"], protocol=2))
     else:
         torch.save(content, file, _use_new_zipfile_serialization=kind == "torch")
-    with pytest.raises(
-        WeightsError, match=r"holds a Python object \(\S*system\), and opening it could run foreign code"
-    ):
+    with pytest.raises(WeightsError, match=r"Python object \(\S*system\)"):
         open_model(file, num_heads=NUM_HEADS)
     assert not trace.exists()
 
@@ -476,12 +474,12 @@ def test_a_failed_download_says_what_to_do(monkeypatch: pytest.MonkeyPatch, erro
         raise error
 
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", fail)
-    with pytest.raises(WeightsError, match=r"cannot load the weights of test_vit\.r160_in1k .*\. Without a network"):
+    with pytest.raises(WeightsError, match=r"test_vit\.r160_in1k .*HF_HOME"):
         open_model("test_vit.r160_in1k")
 
 
 def test_a_name_that_is_nothing_is_answered_with_close_names_and_the_three_possibilities() -> None:
-    with pytest.raises(WeightsError, match="neither an existing folder or file nor a timm model") as caught:
+    with pytest.raises(WeightsError, match="is no model") as caught:
         open_model("vit_smal_patch16_224")
     assert "'vit_small_patch16_224" in str(caught.value)
     for possibility in (
@@ -500,7 +498,7 @@ def test_old_timm_names_are_refused_because_they_hide_their_tag() -> None:
 
 
 def test_an_unknown_tag_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(WeightsError, match=r"no weights 'dinosaur' for vit_small_patch16_224; its weights are .*dino"):
+    with pytest.raises(WeightsError, match=r"'dinosaur' for vit_small_patch16_224; .*dino"):
         open_model("vit_small_patch16_224.dinosaur")
 
 

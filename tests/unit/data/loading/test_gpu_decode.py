@@ -175,7 +175,7 @@ def test_a_refused_file_that_no_decoder_reads_is_named_and_replaced_as_ever() ->
     assert len(messages) == 1
     assert messages[0].startswith("file-7: ")
     for batch, expected in zip(with_decoder, without, strict=True):
-        assert torch.equal(batch.labels, expected.labels)  # the same stand-in
+        assert torch.equal(batch.labels, expected.labels)  # the same replacement
         # and, in every epoch, from the batch decoder
         assert torch.equal(batch.images.pixels, 255 - expected.images.pixels)
 

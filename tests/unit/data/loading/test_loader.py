@@ -113,7 +113,7 @@ def test_a_loader_that_starts_at_a_later_step_continues_bit_for_bit(num_workers:
         assert all(equal(resumed.at(step), whole_run[step]) for step in (3, 9, 3, 0))  # any step, in any order
 
 
-def test_stand_ins_are_drawn_by_key_and_the_same_for_any_number_of_workers() -> None:
+def test_replacements_are_drawn_by_key_and_the_same_for_any_number_of_workers() -> None:
     broken = frozenset({3, 17, 30})
     batches = []
     for num_workers in (0, 1, 4):
@@ -121,14 +121,14 @@ def test_stand_ins_are_drawn_by_key_and_the_same_for_any_number_of_workers() -> 
             batches.append(loader.at(0))
     assert all(equal(batch, batches[0]) for batch in batches[1:])
     for image in broken:
-        stand_in = int(keyed_random.integers(5, "replacement", image, 0, upper=100))
-        assert stand_in not in broken
+        replacement = int(keyed_random.integers(5, "replacement", image, 0, upper=100))
+        assert replacement not in broken
         assert batches[0].indices[image] == image
-        assert batches[0].labels[image] == 10 * stand_in
-        assert image_of(batches[0], image)[0, 0, 0] == stand_in
+        assert batches[0].labels[image] == 10 * replacement
+        assert image_of(batches[0], image)[0, 0, 0] == replacement
 
 
-def test_an_unreadable_stand_in_is_replaced_by_the_next() -> None:
+def test_an_unreadable_replacement_is_replaced_by_the_next() -> None:
     first = int(keyed_random.integers(5, "replacement", 3, 0, upper=100))
     second = int(keyed_random.integers(5, "replacement", 3, 1, upper=100))
     assert len({3, first, second}) == 3

@@ -37,7 +37,7 @@ def test_without_labels_there_are_no_classes(root: Path) -> None:
 
 
 def test_missing_files_are_counted_and_three_are_named(root: Path) -> None:
-    with pytest.raises(DataError, match=r"queries: 1 of 2 .*a/gone\.jpg\); complete .*, or give the folder"):
+    with pytest.raises(DataError, match=r"queries: 1 of 2 .*a/gone\.jpg"):
         FileListSource(root, ["a/1.jpg", "a/gone.jpg"], name="queries")
     gone = [f"c/{number}.jpg" for number in range(5000)]  # more than one thread's share
     with pytest.raises(DataError, match=r"5000 of 5001 .*c/0\.jpg, .*c/1\.jpg, .*c/2\.jpg \.\.\.\)"):
@@ -64,7 +64,7 @@ def test_labels_that_do_not_fit_are_refused(
 def test_an_empty_list_and_an_unknown_orientation_are_refused(root: Path) -> None:
     with pytest.raises(DataError, match="lists no images"):
         FileListSource(root, [], name="none")
-    with pytest.raises(DataError, match="orientation=sideways is unknown; use orientation=exif or orientation=stored"):
+    with pytest.raises(DataError, match=r"orientation=sideways.*orientation=exif"):
         FileListSource(root, NAMES, name="some", orientation="sideways")  # type: ignore[arg-type]
 
 

@@ -92,7 +92,7 @@ def test_forcing_folder_labels_names_the_image_that_has_no_class(tmp_path: Path)
         ("labels=maybe", "labels=none"),
         ("label=none", "Did you mean 'labels'"),
         ("labels", "key=value"),
-        ("orientation=left", "orientation=left is unknown; use orientation=exif or orientation=stored"),
+        ("orientation=left", "orientation=left.*orientation=exif"),
         ("orientaton=stored", "Did you mean 'orientation'"),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_link_back_to_a_parent_ends_but_a_link_elsewhere_is_followed(tmp_path:
 
 def test_an_empty_missing_or_non_folder_says_what_was_expected(tmp_path: Path) -> None:
     touch(tmp_path, "empty/notes.txt", "file.jpg")
-    with pytest.raises(DataError, match=r"holds no images; expected \.jpg .* or class folders"):
+    with pytest.raises(DataError, match=r"no images.* \.jpg "):
         scan(tmp_path / "empty")
     with pytest.raises(DataError, match="does not exist"):
         scan(tmp_path / "missing")

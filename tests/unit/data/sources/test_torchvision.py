@@ -222,7 +222,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "torchvision.datasets.SVHN", type("SVHN", (), {"__init__": lambda self, root: needs_scipy(root)})
     )
-    with pytest.raises(DataError, match="needs a package that is not installed: No module named 'scipy'"):
+    with pytest.raises(DataError, match="scipy"):
         open_source("torchvision:SVHN")
 
 
