@@ -21,7 +21,7 @@ from massl.data.sources import open_source
 from massl.data.sources.base import ImageSource
 from massl.evaluations.features import Extractor
 from massl.evaluations.protocols.attention import attention_size
-from massl.evaluations.protocols.correspondence import CorrespondenceSettings, correspondence_size, open_points_model
+from massl.evaluations.protocols.correspondence import CorrespondenceSettings
 from massl.nn.token_readout import has_class_token
 from massl.reports.pictures.attention import AttentionDrawing, draw_attention
 from massl.reports.pictures.correspondence import draw_pairs
@@ -158,18 +158,16 @@ def _attention_tiles(drawing: AttentionDrawing, caption: str) -> list[Tile]:
 
 def _save_correspondence(extractor: Extractor, source: ImageSource, settings: VisualizeSettings) -> list[Path]:
     """Each pair as a picture, and sheets of the pairs of an image and of the pairs of a class."""
-    num = settings.num_images
-    points_model = open_points_model(extractor, settings.points_model)
-    drawings = draw_pairs(
-        extractor,
-        source,
-        CorrespondenceSettings(num_images=num, num_figures=num, cosine=settings.cosine, seed=settings.seed),
-        size=correspondence_size(extractor.model, settings.image_size, option="--image_size"),
-        points_model=points_model,
+    pairs = CorrespondenceSettings(
+        num_images=settings.num_images,
+        num_figures=settings.num_images,
+        cosine=settings.cosine,
+        points_model=settings.points_model,
+        seed=settings.seed,
     )
     tiles: dict[str, list[Tile]] = {}
     pictures: list[Path] = []
-    for drawing in drawings:
+    for drawing in draw_pairs(extractor, source, pairs):
         alike = tiles.setdefault(drawing.shows, [])
         path = settings.folder / "correspondence" / f"{drawing.shows}_{len(alike):03d}.png"
         pictures.append(_save(Image.fromarray(drawing.picture), path))
@@ -178,7 +176,7 @@ def _save_correspondence(extractor: Extractor, source: ImageSource, settings: Vi
         captions = (first, drawing.success) if drawing.success else pair_of_class
         alike.append(Tile(picture=drawing.picture, captions=captions))
     sheets: list[Path] = []
-    chooser = "" if points_model is extractor.model else f" of {points_model.name}"
+    chooser = f" of {settings.points_model}" if settings.points_model else ""
     for shows, alike in tiles.items():
         title = (
             f"Matched patches in {_PAIRS[shows]}: {extractor.model.name}. "

@@ -1,1 +1,1 @@
-"""`massl report`: one HTML page from run folders. `command` gathers the sections, `figures` draws the pictures."""
+"""`massl report`: one HTML page from run folders. `command` gathers the sections, `figures` opens the backbones."""

@@ -1,4 +1,4 @@
-"""Charts as SVG, for readers without scripts and for print; page/charts.js draws them again with the same geometry."""
+"""Charts as SVG, for print and for readers without scripts; assets/charts.js redraws them with the same geometry."""
 
 import math
 from collections.abc import Sequence
@@ -11,17 +11,16 @@ from massl.reports.page.templates import rendered
 WIDTH, HEIGHT = 520, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 10, 40  # margins of the plot: numbers to its left, numbers and a title below it
 _MOST_TICKS = 5
-_LEAST_SPAN = 1e-290  # less cannot be divided into ticks
-_DASHES = ("", "6 4", "2 4")  # of the first runs, of those that repeat their colours, and of those after them
+_LEAST_SPAN = 1e-290  # a smaller one cannot be divided into ticks
+_DASHES = ("", "6 4", "2 4")  # of the first six runs, of the next six with the same colours, and of all others
 
 
 def static_chart(chart: Chart, *, axis: Axis, axis_title: str) -> Markup:
     """The chart over one axis, with the colours of the page's style sheet."""
-    places = [_place(point, axis) for one in chart.series for point in one.points]
-    values = [point.value for one in chart.series for point in one.points]
-    across = (0.0, max(places) or 1.0)
+    points = [point for one in chart.series for point in one.points]
+    across = (0.0, max(_place(point, axis) for point in points) or 1.0)
     level = chart.level
-    values += [] if level is None else [level.value]
+    values = [point.value for point in points] + ([] if level is None else [level.value])
     x_ticks, y_ticks = ticks(*across), ticks(min(values), max(values))
     up = (min(y_ticks[0], *values), max(y_ticks[-1], *values))
 
@@ -63,7 +62,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def tick_text(tick: float, of: Sequence[float]) -> str:
-    """Short, and alike along an axis: 12,500, 0.25, or 5e-4 where all are small; 2e9 where it would be long."""
+    """Short, and in the same style along an axis: 12,500 or 0.25; 5e-4 if all are small, 2e9 if it would be long."""
     if tick == 0:
         return "0"
     if max(map(abs, of)) < 0.01 or abs(tick) >= 1e8:
@@ -73,7 +72,8 @@ def tick_text(tick: float, of: Sequence[float]) -> str:
 
 
 def _place(point: Point, axis: Axis) -> float:
-    return {"step": point.step, "epoch": point.epoch, "minutes": point.minutes}[axis]
+    place: float = getattr(point, axis)
+    return place
 
 
 def _scaled(value: float, source: tuple[float, float], target: tuple[float, float]) -> float:

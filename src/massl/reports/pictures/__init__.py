@@ -1,1 +1,3 @@
-"""Drawing images: contact sheets, sprite sheets and the two-dimensional map of features."""
+"""Pictures of what a model sees: attention, correspondence and neighbours as drawings, shared by `massl visualize`,
+which saves `sheets`, and `massl report`, which embeds `sprites` and an `embedding_map` in its page.
+"""

@@ -1,4 +1,4 @@
-"""Which data set of public tables a source of images is, by its name."""
+"""Recognises the data sets of public tables by the names of image sources."""
 
 import re
 from pathlib import PurePosixPath
@@ -10,8 +10,8 @@ from massl.config import MasslError
 class DataSet(NamedTuple):
     """A data set that public tables are about."""
 
-    folder: str  # a regular expression of what its folders and archives are called, in lower case
-    torchvision: str  # its class there; empty where there is none
+    folder: str  # a regular expression for the names of its folders and archives, in lower case
+    torchvision: str  # its class there, "" if there is none
     num_train: int  # images
     num_test: int
 
@@ -23,7 +23,7 @@ DATA_SETS: dict[str, DataSet] = {
     "ImageNet-100": DataSet(r"imagenet[-_]?100", "", 126_689, 5_000),
     "ImageNet": DataSet(r"imagenet([-_]?(1k|2012))?|ilsvrc([-_]?2012)?", "ImageNet", 1_281_167, 50_000),
 }
-# What folders of other data are called that lie near those above, or beside which they would be taken for one of them.
+# Folder names of other data sets that would be mistaken for one of those above.
 _OTHERS = {"Tiny-ImageNet": r"tiny[-_]?imagenet([-_]?\d+)?", "Imagewoof": r"imagewoof2?([-_](160|320))?"}
 _FOLDERS = {**{name: data.folder for name, data in DATA_SETS.items()}, **_OTHERS}
 _SPLIT = r"([-_.](train|training|test|val|valid|validation))?"
@@ -31,17 +31,17 @@ _MENTIONED = re.compile(r"cifar|imagenet|imagewoof|ilsvrc", re.IGNORECASE)  # "i
 
 
 def require_known(data_set: str | None) -> None:
-    """Refuse a --data_set that no public table is about."""
+    """Raise if no public table is about this --data_set."""
     if data_set is not None and data_set not in DATA_SETS:
         raise MasslError(f"no public table is about {data_set!r}; --data_set may be {', '.join(DATA_SETS)}")
 
 
 def data_set_named(source: str) -> str | None:
-    """The data set that a source says it is, of public tables or another; None where its name does not tell.
+    """The data set that a source is by its name, of public tables or another; None if the name does not tell.
 
-    torchvision:CIFAR10?root=data and /data/cifar-10/train.npz are CIFAR-10. In a path the innermost part that mentions
-    a set counts, and it must be the set's name as a whole: cifar10-project/photos may be anything. Joined sources are
-    one where all their parts are.
+    torchvision:CIFAR10?root=data and /data/cifar-10/train.npz are CIFAR-10. The innermost part of a path that mentions
+    a set counts, and it must be the whole name: cifar10-project/photos may be anything. All parts of joined sources
+    must be the same set.
     """
     scheme, colon, location = source.partition(":")
     if colon and scheme == "joined":

@@ -9,7 +9,7 @@ import torch
 from massl.config import MasslError
 from massl.data.sources.base import Pixels
 from massl.evaluations.protocols.attention import attention_size
-from massl.evaluations.protocols.correspondence import CorrespondenceSettings, correspondence_size, open_points_model
+from massl.evaluations.protocols.correspondence import CorrespondenceSettings
 from massl.reports.page.pictures import (
     EmbeddingMap,
     PagePicture,
@@ -81,15 +81,11 @@ def picture_sections(drawn: Mapping[str, Mapping[str, Drawn] | Drawn]) -> list[S
     unopened = {name: of_run for name, of_run in drawn.items() if isinstance(of_run, Drawn)}
     if len(unopened) == len(drawn):
         return [_section("figures", "Pictures", unopened, note="")]
-    return [
-        _section(
-            kind,
-            entry.title,
-            {name: of_run if isinstance(of_run, Drawn) else of_run[kind] for name, of_run in drawn.items()},
-            note=entry.note,
-        )
-        for kind, entry in PICTURES.items()
-    ]
+    sections = []
+    for kind, entry in PICTURES.items():
+        of_kind = {name: of_run if isinstance(of_run, Drawn) else of_run[kind] for name, of_run in drawn.items()}
+        sections.append(_section(kind, entry.title, of_kind, note=entry.note))
+    return sections
 
 
 def _section(section_id: str, title: str, drawn: Mapping[str, Drawn], *, note: str) -> Section:
@@ -102,14 +98,15 @@ def _section(section_id: str, title: str, drawn: Mapping[str, Drawn], *, note: s
 
 def _draw_map(run: RunFeatures, sprite_bytes: int) -> Drawn:
     queries = run.sample.queries
-    thumbnails = functools.partial(centre_crops, run.extractor, queries, max_side=_THUMBNAIL_SIDE)
+    positions = plane_positions(run.query_rows.numpy())
+    thumbnails = centre_crops(run.extractor, queries, torch.arange(len(queries)), max_side=_THUMBNAIL_SIDE)
     drawn = EmbeddingMap(
-        positions=plane_positions(run.query_rows.numpy()),
+        positions=positions,
         labels=tuple(run.labels),
         predictions=tuple(run.predictions),
         class_names=queries.class_names,
         keys=tuple(map(queries.key_of, range(len(queries)))),
-        sprites=sprite_sheet(thumbnails(torch.arange(len(queries))), max_bytes=sprite_bytes),
+        sprites=sprite_sheet(thumbnails, max_bytes=sprite_bytes),
     )
     said = f"{len(queries):,} images of {queries.name}."
     if drawn.labels:
@@ -124,10 +121,8 @@ def _draw_map(run: RunFeatures, sprite_bytes: int) -> Drawn:
 
 def _draw_neighbours(run: RunFeatures, sprite_bytes: int) -> Drawn:
     chosen = run.examples(_NUM_QUERIES)
-    shown = Neighbours(
-        similarities=run.neighbours.similarities[chosen, :_NUM_SHOWN],
-        indices=run.neighbours.indices[chosen, :_NUM_SHOWN],
-    )
+    similarities, indices = run.neighbours.similarities[chosen], run.neighbours.indices[chosen]
+    shown = Neighbours(similarities=similarities[:, :_NUM_SHOWN], indices=indices[:, :_NUM_SHOWN])
     pictures = functools.partial(centre_crops, run.extractor, max_side=_TILE_SIDE)
     rows = [
         [
@@ -171,15 +166,9 @@ def _draw_attention(run: RunFeatures, sprite_bytes: int) -> Drawn:
 
 def _draw_correspondence(run: RunFeatures, sprite_bytes: int) -> Drawn:
     queries = run.sample.queries
-    drawings = draw_pairs(
-        run.extractor,
-        queries,
-        CorrespondenceSettings(num_images=_NUM_PAIRS, num_figures=_NUM_PAIRS),
-        size=correspondence_size(run.extractor.model, None, option="size"),
-        points_model=open_points_model(run.extractor, ""),
-    )
+    settings = CorrespondenceSettings(num_images=_NUM_PAIRS, num_figures=_NUM_PAIRS)
     groups: dict[str, list[PagePicture]] = {}
-    for drawing in drawings:
+    for drawing in draw_pairs(run.extractor, queries, settings):
         heading, name = _PAIRS[drawing.shows], image_name(queries, drawing.images[0])
         alt = f"{heading.lower()}, {name}, with lines between matched patches"
         captions = (name, drawing.success) if drawing.success else (name,)
