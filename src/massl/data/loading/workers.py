@@ -128,6 +128,9 @@ class WorkerProcesses:
             for _ in range(self._sampler.num_chunks.popleft() if self._sampler.num_chunks else 0):
                 found.update(_results(next(self._chunks)))
         except (RuntimeError, ConnectionError, EOFError) as error:
+            if "shared memory" in str(error):  # containers often have only 64 MB
+                advice = f"enlarge it (docker run --shm-size), lower data.num_workers, or {_INSTEAD}"
+                raise DataError(f"/dev/shm is too small for the images of worker processes; {advice}") from None
             if isinstance(error, RuntimeError) and "exited unexpectedly" not in str(error):
                 raise  # an error inside a worker, which lives on
             raise DataError(f"a worker process died ({error}); lower data.num_workers, or {_INSTEAD}") from None

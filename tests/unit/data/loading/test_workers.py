@@ -85,23 +85,24 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def sockets_and_shared_memory() -> list[str]:
-    """What this process holds of them, and what lies in /dev/shm."""
+def open_sockets() -> list[str]:
     links = []
     for file in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
             links.append(str(file.readlink()))
-    return sorted(link for link in links if link.startswith(("socket:", "/memfd:massl"))) + shared_memory_files()
+    return sorted(link for link in links if link.startswith("socket:"))
 
 
-def shared_memory_files() -> list[str]:
-    return sorted(path.name for path in Path("/dev/shm").iterdir())
+def shared_memory_of(pids: list[int]) -> list[str]:
+    """Files of these processes in /dev/shm, where other programs have theirs."""
+    prefixes = tuple(f"torch_{pid}_" for pid in pids)
+    return [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefixes)]
 
 
 def test_batches_equal_those_of_threads_and_closing_leaves_nothing(photographs: Path) -> None:
     batches: list[list[list[bytes]]] = []
     skipped: list[list[str]] = []
-    before = sockets_and_shared_memory()
+    before = open_sockets()
     for num_workers, worker_kind in ((0, "threads"), (2, "threads"), (2, "processes")):
         source = open_source(photographs)
         (photographs / "dogs" / f"{VANISHED}.png").unlink(missing_ok=True)  # after the folder was listed
@@ -119,7 +120,8 @@ def test_batches_equal_those_of_threads_and_closing_leaves_nothing(photographs: 
     assert [sorted(messages) for messages in skipped[1:]] == [sorted(skipped[0])] * 2
     assert len(skipped[0]) == 2
     assert f"dogs/{VANISHED}.png: No such file or directory" in skipped[0]
-    assert sockets_and_shared_memory() == before
+    assert open_sockets() == before
+    assert shared_memory_of([os.getpid(), *pids]) == []
 
 
 def test_workers_start_when_first_needed_and_are_spared_what_the_cache_holds(
@@ -209,6 +211,19 @@ def test_an_error_in_a_worker_reaches_the_caller_and_so_does_a_workers_death(
             all(loader.at(step) for step in range(20, 1000))
 
 
+def test_too_little_shared_memory_is_answered_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SOURCE_THAT_FAILS.replace('f"fault at {index}"', '"unable to allocate shared memory(shm) for file"')
+    (tmp_path / "source_without_memory.py").write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(tmp_path)
+    import source_without_memory  # type: ignore[import-not-found]
+
+    with (
+        loading(source_without_memory.Faulty(str(tmp_path / "image.png")), num_workers=1) as loader,
+        pytest.raises(DataError, match=r"/dev/shm.*data\.num_workers"),
+    ):
+        loader.at(0)
+
+
 def test_a_source_that_cannot_be_sent_is_refused_with_advice(
     photographs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,7 +285,6 @@ def test_a_plain_script_is_run_once_and_no_worker_outlives_it(photographs: Path,
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     package = Path(keyed_random.__file__).parents[1]
-    shared_memory = shared_memory_files()
     process = subprocess.Popen(
         [sys.executable, script, package, photographs],
         stdout=subprocess.PIPE,
@@ -292,7 +306,7 @@ def test_a_plain_script_is_run_once_and_no_worker_outlives_it(photographs: Path,
             time.sleep(0.02)
         assert not any(map(is_running, pids))
         assert process.stdout.read() == ""
-    assert shared_memory_files() == shared_memory
+    assert shared_memory_of([process.pid, *pids]) == []
 
 
 def test_images_held_as_an_array_need_no_processes() -> None:
