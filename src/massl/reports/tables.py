@@ -99,7 +99,7 @@ def _grouped(rows: Iterable[ResultRow]) -> list[ResultRow]:
 
 
 def _merge_deviations(rows: list[ResultRow]) -> list[tuple[ResultRow, float | None]]:
-    """Rows with their deviations; a deviation whose mean is there has no row of its own."""
+    """Rows with their deviations; deviations become rows only without a mean."""
 
     def key(row: ResultRow) -> tuple[Setting | str, ...]:
         return (row.protocol, row.data, replace(row.setting, statistic=""), row.metric, *_model_key(row))

@@ -24,7 +24,7 @@ class PairDrawing:
     shows: str  # "instance": two views of an image; "class": two images of a class
     images: tuple[int, int]  # indices in the source
     picture: Pixels  # [H, W, 3]
-    success: str  # how many patches were matched exactly; "" for two images of a class, where nobody knows
+    success: str  # how many patches were matched exactly; "" for images of a class, which have no true matches
 
 
 def draw_pairs(extractor: Extractor, source: ImageSource, settings: CorrespondenceSettings) -> Iterator[PairDrawing]:

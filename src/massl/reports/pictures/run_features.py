@@ -15,7 +15,7 @@ from massl.reports.pictures.neighbours import Neighbours, find_neighbours
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Images to draw (queries), and those among which their neighbours are searched (database)."""
+    """Images to draw (queries), and images to search for their neighbours (database)."""
 
     queries: ImageSource
     database: ImageSource
@@ -78,7 +78,7 @@ class RunFeatures:
         return [] if self.sample.queries.class_names is None else labels_of_images(self.sample.queries).tolist()
 
     def examples(self, num: int) -> Tensor:  # -> [n], n <= num
-        """Indices of the first queries; where there are labels, of the first of each class."""
+        """Indices of the first queries or, with labels, of the first of each class."""
         if not self.labels:
             return torch.arange(min(num, len(self.sample.queries)))
         first_of_class = {label: number for number, label in reversed(list(enumerate(self.labels)))}

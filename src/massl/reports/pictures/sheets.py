@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-Pixels = NDArray[np.uint8]
+from massl.data.sources.base import Pixels
+
 Colour = tuple[int, int, int]
 
 GREEN: Colour = (30, 150, 70)
@@ -18,8 +17,8 @@ _WHITE: Colour = (255, 255, 255)
 _INK: Colour = (40, 40, 40)
 _MARGIN, _GAP, _FRAME = 16, 8, 4  # pixels: around the sheet, between tiles, of a frame's line
 _TEXT_SIZE = 13  # pixels, on tiles of up to 260 px; it grows with them
-_LINE_SPACING, _TITLE_SCALE = 1.35, 1.3  # height of a line / size of its text; size of a title / that of other text
-SMALLEST_TILE = 160  # pixels: below that little can be seen
+_LINE_SPACING, _TITLE_SCALE = 1.35, 1.3  # height of a line / size of its text; size of a title / size of other text
+SMALLEST_TILE = 160  # pixels: a smaller one shows little
 
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
@@ -40,7 +39,7 @@ def tile_side(size: int) -> int:
 
 
 def fitted(picture: Pixels, box: tuple[int, int], *, smooth: bool) -> Image.Image:
-    """The picture at the largest size that fits the box (width, height), its proportions kept."""
+    """The picture at the largest size that fits the box (width, height), with its aspect ratio."""
     image = Image.fromarray(picture)
     scale = min(box[0] / image.width, box[1] / image.height)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from massl.reports.pictures.sheets import Pixels, fitted
+from massl.data.sources.base import Pixels
+from massl.reports.pictures.sheets import fitted
 
-_QUALITIES = (82, 65, 45)  # of WebP, tried in this order; above 82 files grow and nobody sees a difference
+_QUALITIES = (82, 65, 45)  # of WebP, tried in this order; above 82 files grow without a visible gain
 _SMALLEST_SIDE = 16  # pixels of a thumbnail: below that nothing is recognisable
 
 

@@ -225,9 +225,9 @@ def test_reproduction_shows_machine_recipe_and_differences(make_run: MakeRun) ->
     assert html.index(">not set<") < html.index(">empty<")
     assert "massl report a" in html
     same = PackagedRecipe(name="demo", is_named=True, changes={})
-    assert "is the packaged demo, value by value" in reproduction_section([run], {"a": same}, command="").html
+    assert "equals the packaged demo" in reproduction_section([run], {"a": same}, command="").html
     assert (
-        "the nearest to it"
+        "the most similar one"
         in reproduction_section(
             [run], {"a": PackagedRecipe(name="demo", is_named=False, changes={"a": (1, 2)})}, command=""
         ).html

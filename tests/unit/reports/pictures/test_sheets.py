@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from massl.reports.pictures.sheets import GREEN, RED, Pixels, Tile, fitted, sheet, tile_side
+from massl.data.sources.base import Pixels
+from massl.reports.pictures.sheets import GREEN, RED, Tile, fitted, sheet, tile_side
 
 
 def plain(height: int, width: int, colour: tuple[int, int, int] = (10, 20, 200)) -> Pixels:

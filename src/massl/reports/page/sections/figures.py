@@ -74,7 +74,7 @@ def failure(beginning: str, error: BaseException, *, advice: str = "") -> Drawn:
 
 
 def picture_sections(drawn: Mapping[str, Mapping[str, Drawn] | Drawn]) -> list[Section]:
-    """One section per kind of picture, with a selector where there are several runs.
+    """One section per kind of picture, with a selector if there are several runs.
 
     `drawn`: label of a run -> its pictures by kind, or one sentence in place of them all.
     """
@@ -132,7 +132,7 @@ def _draw_neighbours(run: RunFeatures, sprite_bytes: int) -> Drawn:
         for query, found in neighbour_rows(run.sample.queries, chosen, run.sample.database, shown, pictures)
     ]
     headings = ["image", *(str(number + 1) for number in range(shown.indices.shape[1]))]
-    said = f"Looked for among {run.sample.database_in_words}."
+    said = f"Searched among {run.sample.database_in_words}."
     return Drawn(markup=sentence_markup(said) + sheet_markup(rows, headings=headings, first_is_apart=True))
 
 
@@ -204,8 +204,8 @@ PICTURES: dict[str, PictureKind] = {
     ),
     "correspondence": PictureKind(
         title="Matched patches",
-        note="Lines join the patches the class token attends to most with those that the features take for the same "
-        "in the second picture.",
+        note="Lines join the patches that the class token attends to most with their matches in the second picture, "
+        "by the similarity of the features.",
         draw=_draw_correspondence,
     ),
 }
