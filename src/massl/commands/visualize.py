@@ -172,8 +172,8 @@ def _save_correspondence(extractor: Extractor, source: ImageSource, settings: Vi
         path = settings.folder / "correspondence" / f"{drawing.shows}_{len(alike):03d}.png"
         pictures.append(_save(Image.fromarray(drawing.picture), path))
         first, second = (source.key_of(index) for index in drawing.images)
-        pair_of_class = (f"{class_name(source, drawing.images[0])}: {first} and {second}",)
-        captions = (first, drawing.success) if drawing.success else pair_of_class
+        both = f"{class_name(source, drawing.images[0])}: {first} and {second}"
+        captions = (first, drawing.success) if drawing.shows == "instance" else (both,)
         alike.append(Tile(picture=drawing.picture, captions=captions))
     sheets: list[Path] = []
     chooser = f" of {settings.points_model}" if settings.points_model else ""
@@ -193,7 +193,7 @@ def _save_correspondence(extractor: Extractor, source: ImageSource, settings: Vi
 
 
 def _save_neighbours(extractor: Extractor, source: ImageSource, settings: VisualizeSettings) -> list[Path]:
-    """For each image its nearest neighbours by cosine, framed green where they are of its class and red where not."""
+    """For each image its nearest neighbours by cosine, framed green if they are of its class and red if not."""
     database = source if settings.database in ("", settings.data) else open_source(settings.database)
     chosen = _chosen_images(source, settings)
     neighbours = _find_neighbours(extractor, source, chosen, database, num_neighbours=settings.num_neighbours)

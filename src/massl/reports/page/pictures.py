@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from markupsafe import Markup
 
@@ -10,6 +11,7 @@ from massl.reports.page.templates import rendered
 from massl.reports.pictures.embedding_map import WIDTH, Positions, class_groups, height_of
 from massl.reports.pictures.sprites import SpriteSheet
 
+Mark = Literal["", "right", "wrong"]
 # Circle, triangle, square and diamond of about one area around 0, 0. Everybody can tell the colours of classes with
 # the same shape apart, also colour-blind readers.
 SHAPES = (
@@ -27,7 +29,7 @@ class PagePicture:
     uri: str
     alt: str
     captions: tuple[str, ...] = ()
-    mark: str = ""  # frame: "right", "wrong" or none; the alternative text must say it too
+    mark: Mark = ""  # its frame; the alternative text must say it too
     sharp: bool = False  # enlarged in sharp squares: a map of patches
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from massl.data.sources.base import ImageSource, Pixels
 from massl.evaluations.features import Extractor
@@ -14,6 +15,7 @@ from massl.evaluations.protocols.correspondence import (
     pairs_to_draw,
 )
 
+PairKind = Literal["instance", "class"]  # two views of an image, or two images of a class
 _PAIR_GAP = 4  # pixels of white between the two pictures of a pair
 
 
@@ -21,7 +23,7 @@ _PAIR_GAP = 4  # pixels of white between the two pictures of a pair
 class PairDrawing:
     """Both pictures of a pair side by side."""
 
-    shows: str  # "instance": two views of an image; "class": two images of a class
+    shows: PairKind
     images: tuple[int, int]  # indices in the source
     picture: Pixels  # [H, W, 3]
     success: str  # how many patches were matched exactly; "" for images of a class, which have no true matches
@@ -36,7 +38,8 @@ def draw_pairs(extractor: Extractor, source: ImageSource, settings: Corresponden
         pictures = pair_pictures(batch, model=model, points_model=points_model, num_points=num_points, gap=_PAIR_GAP)
         facts = describe_pairs(batch, source)
         for picture, (first, second), fact in zip(pictures, batch.indices.tolist(), facts, strict=True):
-            shows, success = "class", ""
+            shows: PairKind = "class"
+            success = ""
             if fact["kind"] == "instance":
                 shows = "instance"
                 success = f"{fact['matched exactly']} of {fact['overlapping patches']} shared patches matched exactly"

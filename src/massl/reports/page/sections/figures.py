@@ -12,6 +12,7 @@ from massl.evaluations.protocols.attention import attention_size
 from massl.evaluations.protocols.correspondence import CorrespondenceSettings
 from massl.reports.page.pictures import (
     EmbeddingMap,
+    Mark,
     PagePicture,
     map_markup,
     pairs_markup,
@@ -34,7 +35,11 @@ _NUM_ATTENDED, _NUM_PAIRS = 6, 4  # images with attention maps; pairs of views, 
 _THUMBNAIL_SIDE, _TILE_SIDE, _PAIR_WIDTH = 64, 96, 460  # pixels at most: of a dot's image, of a tile, of a pair
 _SPRITE_BYTES, _ALL_SPRITES_BYTES, _FEWEST_SPRITE_BYTES = 2_400_000, 5_000_000, 400_000  # of one map, of all maps
 _PAIRS = {"instance": "Two views of an image", "class": "Two images of a class"}
-_VERDICTS = {True: ("right", "✓ ", ", same class"), False: ("wrong", "✗ ", ", another class"), None: ("", "", "")}
+_VERDICTS: dict[bool | None, tuple[Mark, str, str]] = {  # on neighbours: frame, sign and words
+    True: ("right", "✓ ", ", same class"),
+    False: ("wrong", "✗ ", ", another class"),
+    None: ("", "", ""),
+}
 
 EXPECTED_FAILURES = (MasslError, OSError, torch.OutOfMemoryError)  # reported on the page; anything else is a bug
 
