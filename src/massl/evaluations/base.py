@@ -21,9 +21,9 @@ class EvaluationData:
     name: str
     train: ImageSource | None = None
     test: ImageSource | None = None
-    validation: ImageSource | None = None  # for choosing rates honestly; without it part of `train` is held out
-    folder: Path | None = None  # for protocols with a layout of their own: retrieval, copy detection, ImageNet-9
-    output: Path  # where heads and figures may be left
+    validation: ImageSource | None = None  # for choosing rates honestly; default: part of `train` is held out
+    folder: Path | None = None  # data set in its published layout: retrieval, copy detection, ImageNet-9
+    output: Path  # for heads and figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,45 +32,36 @@ class LabelledFeatures:
 
     rows: Tensor  # [N, D] float32 on the CPU
     labels: Tensor  # [N] int64 on the CPU, -1 where unlabelled
-    name: str  # the source's, for messages
+    name: str  # of the source, for messages
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def select(self, indices: Tensor) -> "LabelledFeatures":
-        return LabelledFeatures(rows=self.rows[indices], labels=self.labels[indices], name=self.name)
-
 
 def labels_of_images(source: ImageSource) -> Tensor:  # -> [N] int64 on the CPU, -1 where unlabelled
-    """The labels of all images of a source, without reading them."""
-    return torch.tensor(
-        [-1 if label is None else label for label in map(source.label_of, range(len(source)))], dtype=torch.int64
-    )
+    """The labels of all images of a source, without reading the images."""
+    labels = map(source.label_of, range(len(source)))
+    return torch.tensor([-1 if label is None else label for label in labels], dtype=torch.int64)
 
 
-def require_labels(features: LabelledFeatures) -> None:
-    """All images labelled, or an error that says how many are not."""
-    _require_labelled(features.labels, name=features.name)
-
-
-def _require_labelled(labels: Tensor, *, name: str) -> None:  # [N]
+def required_labels(source: ImageSource) -> Tensor:  # -> [N] int64 on the CPU
+    """The labels of all images; raises if some have none."""
+    labels = labels_of_images(source)
     num_unlabelled = int((labels < 0).sum())
-    if num_unlabelled:
-        raise DataError(
-            f"{num_unlabelled} of {len(labels)} images of {name} have no label; this protocol needs class folders or a labelled set"
-        )
+    if source.class_names is None or num_unlabelled:
+        some = f"{num_unlabelled} of {len(labels)} images of {source.name} have no label"
+        problem = f"{source.name} has no labels" if source.class_names is None else some
+        raise DataError(f"{problem}; this protocol needs class folders or a labelled set")
+    return labels
 
 
 def require_same_classes(train: ImageSource, test: ImageSource) -> int:
-    """The number of classes, provided that both sources number the same ones, label all images, and `train` shows each
-    class.
+    """The number of classes. Raises unless both sources have the same classes and labels, and `train` shows each class.
 
-    Looks at labels only, so that it can be asked before hours are spent on features. A class without test images is no
-    obstacle: what is reported is a mean over images.
+    Reads only labels, so that it can be called before hours are spent on features. A class without test images is
+    accepted: results are means over images.
     """
-    for source in (train, test):
-        if source.class_names is None:
-            raise DataError(f"{source.name} has no labels; this protocol needs class folders or a labelled set")
+    train_labels, _ = required_labels(train), required_labels(test)
     assert train.class_names is not None
     assert test.class_names is not None
     advice = _empty_folders_of(train) + _empty_folders_of(test)
@@ -81,35 +72,21 @@ def require_same_classes(train: ImageSource, test: ImageSource) -> int:
         )
     if train.class_names != test.class_names:
         first = next(pair for pair in zip(train.class_names, test.class_names, strict=True) if pair[0] != pair[1])
-        raise DataError(
-            f"class names of {train.name} and {test.name} differ: {first[0]!r} stands against {first[1]!r}{advice}"
-        )
-    train_labels = labels_of_images(train)
-    for labels, source in ((train_labels, train), (labels_of_images(test), test)):
-        _require_labelled(labels, name=source.name)
-    require_every_class(train_labels, len(train.class_names), name=train.name, class_names=train.class_names)
+        raise DataError(f"class names of {train.name} and {test.name} differ: {first[0]!r} and {first[1]!r}{advice}")
+    counts = torch.bincount(train_labels, minlength=len(train.class_names))
+    empty = [name for name, count in zip(train.class_names, counts.tolist(), strict=True) if count == 0]
+    if empty:
+        problem = f"{train.name} has no image of {len(empty)} of its {len(train.class_names)} classes"
+        raise DataError(f"{problem} ({_first_few(empty)}); add some, or remove the classes")
     return len(train.class_names)
 
 
 def _empty_folders_of(source: ImageSource) -> str:
-    """The usual reason why classes disagree, in words: class folders without images, which are not counted as classes."""
+    """The usual reason for different classes: class folders without images, which do not count as classes."""
     if not isinstance(source, FolderSource) or not source.empty_class_folders:
         return ""
-    return f". No images lie in these folders of {source.name}: {_first_few(source.empty_class_folders)}; fill or remove them"
-
-
-# [N]
-def require_every_class(
-    labels: Tensor, num_classes: int, *, name: str, class_names: tuple[str, ...] | None = None
-) -> None:
-    """At least one image of every class, or an error that names the empty ones."""
-    empty = (torch.bincount(labels, minlength=num_classes) == 0).nonzero().flatten().tolist()
-    if empty:
-        shown = _first_few([str(label) if class_names is None else class_names[label] for label in empty])
-        raise DataError(
-            f"{name} has no image of {len(empty)} of its {num_classes} classes ({shown}); "
-            "add some, or drop the classes and number the others from 0 without gaps"
-        )
+    empty = _first_few(source.empty_class_folders)
+    return f". These folders of {source.name} hold no images: {empty}; fill or remove them"
 
 
 def _first_few(names: Sequence[str]) -> str:
@@ -120,8 +97,8 @@ def require_finite(rows: Tensor, *, name: str) -> None:  # [N, ...]
     num_broken = int((~rows.isfinite()).flatten(1).any(dim=1).sum())
     if num_broken:
         raise EvaluationError(
-            f"features of {num_broken} of {len(rows)} images of {name} are not finite; the weights are damaged, or the training "
-            "they come from has diverged: choose other weights"
+            f"features of {num_broken} of {len(rows)} images of {name} are not finite: the weights are damaged, or "
+            "their training diverged; choose other weights"
         )
 
 

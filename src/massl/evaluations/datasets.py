@@ -1,5 +1,4 @@
-"""The data sets of the published evaluations: where their files lie below a data root, how they are opened, how one
-gets them.
+"""The data sets of the published evaluations: their files below a data root, how to open and how to get them.
 
 Splits and sizes are those of the protocols that the paper follows: CARP's for transfer, torchvision's elsewhere, the
 lists of SimCLR for 1 % and 10 % of ImageNet, and those of Liu et al., 2019, for ImageNet-LT.
@@ -19,35 +18,34 @@ from massl.data.sources.base import DataError, ImageSource
 from massl.data.sources.subset import SubsetSource
 from massl.evaluations.base import EvaluationData
 
-Part = Literal["train", "validation", "test", "folder"]  # the fields of EvaluationData that lead to images
+Part = Literal["train", "validation", "test", "folder"]  # fields of EvaluationData with images
 PARTS: tuple[Part, ...] = get_args(Part)
-Opener = Callable[[Path], ImageSource]  # of a data root
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """Images that are opened as one source."""
 
-    open: Opener
-    expected: tuple[str, ...]  # patterns below the data root; the split is there when each of them finds something
+    open: Callable[[Path], ImageSource]  # below a data root
+    expected: tuple[str, ...]  # patterns below the data root; each must match something
     num_images: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A folder that a protocol reads in its own way."""
+class Folder:
+    """A folder that a protocol reads itself."""
 
-    folder: str
+    path: str
     expected: tuple[str, ...]
-    num_images: Mapping[str, int]  # pattern of images -> how many were published; more files than those do no harm
+    num_images: Mapping[str, int]  # pattern of images -> published number; more files do no harm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A row of the table. Its parts bear the names they have in EvaluationData."""
+    """A row of the table."""
 
-    parts: Mapping[Part, Split | Layout]
-    advice: str  # how to get it; {root} stands for the data root
+    parts: Mapping[Part, Split | Folder]
+    advice: str  # how to get it; {root} is the data root
     num_classes: int | None = None
     aliases: tuple[str, ...] = ()
 
@@ -63,10 +61,10 @@ def _torchvision(
     test: tuple[dict[str, Any], str] = ({"split": "test"}, ""),
     advice: str = "",
 ) -> Dataset:
-    """A set that torchvision opens.
+    """A data set that torchvision opens.
 
-    place: its class, its folder, and the files there that both splits need; sizes: numbers of training images, test
-    images and classes; train, test: torchvision's arguments for the split, and the files that only it needs.
+    place: class, folder, and the files there that both splits need; sizes: numbers of training images, test images and
+    classes; train, test: torchvision's arguments for the split, and the files that only it needs.
     """
     class_name, folder, files = place
 
@@ -76,94 +74,82 @@ def _torchvision(
         return Split(open=lambda root: _open_torchvision(class_name, root, options), expected=expected, num_images=size)
 
     def download(arguments: dict[str, Any]) -> str:
-        return f"{class_name}({{root!r}}, {', '.join(f'{key}={value!r}' for key, value in arguments.items())}, download=True)"
+        options = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        return f"{class_name}({{root!r}}, {options}, download=True)"
 
+    # both splits by name: GTSRB fetches only the requested one
+    code = f"from torchvision.datasets import {class_name}; {download(train[0])}; {download(test[0])}"
     return Dataset(
         parts={"train": split(*train, sizes[0]), "test": split(*test, sizes[1])},
         num_classes=sizes[2],
         aliases=(class_name,),
-        # Both splits by name: GTSRB fetches only the one it is asked for.
-        advice=advice
-        or f"torchvision fetches it in Python: from torchvision.datasets import {class_name}; {download(train[0])}; {download(test[0])}",
+        advice=advice or f"torchvision fetches it in Python: {code}",
     )
 
 
 def _open_torchvision(class_name: str, root: Path, options: str) -> ImageSource:
     if {"&", "?"} & set(str(root)):
-        raise DataError(
-            f"the data root {root} has & or ? in its name, which stand between parameters; reach it by a link without them"
-        )
+        raise DataError(f"the data root {root} has & or ? in its name, which separate parameters; use a link without")
     return open_source(f"torchvision:{class_name}?root={root}{options}")
 
 
 def _imagenet(split: str, num_images: int) -> Split:
-    """Class folders. As stored: published scores do not turn images by EXIF."""
-    uri = f"imagenet/{split}?labels=folders&orientation=stored"
-    return Split(
-        open=lambda root: open_source(f"folder:{root}/{uri}"),
-        expected=(f"imagenet/{split}/*/*",),
-        num_images=num_images,
-    )
+    """Class folders. orientation=stored: published scores ignore the EXIF orientation."""
+    uri, expected = f"imagenet/{split}?labels=folders&orientation=stored", (f"imagenet/{split}/*/*",)
+    return Split(open=lambda root: open_source(f"folder:{root}/{uri}"), expected=expected, num_images=num_images)
 
 
 def _share_of_imagenet(list_name: str, num_images: int) -> Dataset:
-    """The training images whose file names are in a list, against all validation images."""
+    """The training images whose file names are listed, and all validation images."""
 
     def open_share(root: Path) -> ImageSource:
         images = IMAGENET_TRAIN.open(root)
-        return SubsetSource(
-            images, read_name_list(root / "imagenet_lists" / list_name, images), name=f"{images.name} in {list_name}"
-        )
+        chosen = read_name_list(root / "imagenet_lists" / list_name, images)
+        return SubsetSource(images, chosen, name=f"{images.name} in {list_name}")
 
     expected = (f"imagenet_lists/{list_name}", *IMAGENET_TRAIN.expected)
     train = Split(open=open_share, expected=expected, num_images=num_images)
-    advice = f"the list {list_name} is in the folder imagenet_subsets of Google Research's SimCLR repository; for the images {IMAGENET_ADVICE}"
+    advice = f"the list {list_name} is in imagenet_subsets of Google Research's SimCLR repository; {IMAGENET_ADVICE}"
     return Dataset(parts={"train": train, "test": IMAGENET_VAL}, num_classes=1000, advice=advice)
 
 
 def _long_tail(split: str, num_images: int, *, images: Split) -> Split:
-    """Listed as `train/n01440764/n01440764_762.JPEG 0`: the label is the place of the class folder among all of them."""
+    """Listed as `train/n01440764/n01440764_762.JPEG 0`; the label is the index of the sorted class folders."""
     list_name = f"ImageNet_LT_{split}.txt"
 
     def open_listed(root: Path) -> ImageSource:
         class_names = tuple(sorted(entry.name for entry in (root / "imagenet" / "train").iterdir() if entry.is_dir()))
-        return read_path_list(
-            root / "imagenet_lists" / list_name, root / "imagenet", name=list_name, class_names=class_names
-        )
+        file = root / "imagenet_lists" / list_name
+        return read_path_list(file, root / "imagenet", name=list_name, class_names=class_names)
 
     expected = tuple(dict.fromkeys((f"imagenet_lists/{list_name}", *IMAGENET_TRAIN.expected, *images.expected)))
     return Split(open=open_listed, expected=expected, num_images=num_images)
 
 
 def _retrieval(folder: str, *, city: str, num_images: int) -> Dataset:
-    images, truth = f"{folder}/jpg/*.jpg", f"{folder}/gnd_{folder}.pkl"
     advice = (
-        f"the images are the {city} Buildings of Oxford's Visual Geometry Group, all together in {{root}}/{folder}/jpg; "
+        f"the images are the {city} Buildings of Oxford's Visual Geometry Group, all in {{root}}/{folder}/jpg; "
         f"the ground truth gnd_{folder}.pkl comes from the project Revisited Oxford and Paris (revisitop)"
     )
-    layout = Layout(folder=folder, expected=(truth, images), num_images={images: num_images})
-    return Dataset(parts={"folder": layout}, aliases=(f"r{city}",), advice=advice)
+    return _folder(folder, {"jpg/*.jpg": num_images}, f"gnd_{folder}.pkl", aliases=(f"r{city}",), advice=advice)
 
 
-def _folders_of_images(
-    folder: str, patterns: Mapping[str, int], *, advice: str, aliases: tuple[str, ...] = ()
+def _folder(
+    path: str, num_images: Mapping[str, int], *other_files: str, advice: str, aliases: tuple[str, ...] = ()
 ) -> Dataset:
-    num_images = {f"{folder}/{pattern}": number for pattern, number in patterns.items()}
-    return Dataset(
-        parts={"folder": Layout(folder=folder, expected=tuple(num_images), num_images=num_images)},
-        aliases=aliases,
-        advice=advice,
-    )
+    below_root = {f"{path}/{pattern}": number for pattern, number in num_images.items()}
+    expected = (*(f"{path}/{file}" for file in other_files), *below_root)
+    folder = Folder(path=path, expected=expected, num_images=below_root)
+    return Dataset(parts={"folder": folder}, aliases=aliases, advice=advice)
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 IMAGENET_TRAIN, IMAGENET_VAL = _imagenet("train", 1_281_167), _imagenet("val", 50_000)
 IMAGENET_ADVICE = (
-    "register at the ImageNet project, fetch the training and the validation images of ILSVRC-2012 and unpack them into one folder per "
-    "class (n01440764 and so on) below {root}/imagenet/train and {root}/imagenet/val, or put links there"
+    "register at the ImageNet project, fetch the training and validation images of ILSVRC-2012 and unpack them into "
+    "one folder per class (n01440764 and so on) below {root}/imagenet/train and {root}/imagenet/val, or put links there"
 )
-LONG_TAIL_ADVICE = "the lists ImageNet_LT_train.txt, _val.txt and _test.txt are in data/ImageNet_LT of Facebook Research's classifier-balancing repository"
 BACKGROUNDS = ("original", "only_fg", "mixed_same", "mixed_rand", "mixed_next", "no_fg", "only_bg_b", "only_bg_t")
 
 DATASETS: dict[str, Dataset] = {
@@ -182,7 +168,8 @@ DATASETS: dict[str, Dataset] = {
             "test": _long_tail("test", 50_000, images=IMAGENET_VAL),
         },
         num_classes=1000,
-        advice=f"{LONG_TAIL_ADVICE}; for the images {IMAGENET_ADVICE}",
+        advice="the lists ImageNet_LT_train.txt, _val.txt and _test.txt are in data/ImageNet_LT of Facebook Research's "
+        f"classifier-balancing repository; for images, {IMAGENET_ADVICE}",
     ),
     "Pets": _torchvision(
         ("OxfordIIITPet", "oxford-iiit-pet", "images/*.jpg"),
@@ -191,8 +178,7 @@ DATASETS: dict[str, Dataset] = {
         sizes=(3_680, 3_669, 37),
     ),
     "Flowers": _torchvision(  # ten training images of a class: CARP leaves `val` out
-        ("Flowers102", "flowers-102", "jpg/*.jpg imagelabels.mat setid.mat"),
-        sizes=(1_020, 6_149, 102),
+        ("Flowers102", "flowers-102", "jpg/*.jpg imagelabels.mat setid.mat"), sizes=(1_020, 6_149, 102)
     ),
     "Aircraft": _torchvision(
         ("FGVCAircraft", "fgvc-aircraft-2013b/data", "images/*.jpg variants.txt"),
@@ -205,8 +191,8 @@ DATASETS: dict[str, Dataset] = {
         train=({"split": "train"}, "devkit/cars_train_annos.mat cars_train/*.jpg"),
         test=({"split": "test"}, "cars_test_annos_withlabels.mat cars_test/*.jpg"),
         sizes=(8_144, 8_041, 196),
-        advice="its home page is gone, and torchvision cannot fetch it any more; of a copy put the folders cars_train, cars_test and "
-        "devkit and the file cars_test_annos_withlabels.mat into {root}/stanford_cars",
+        advice="its home page is gone, and torchvision cannot fetch it any more; put the folders cars_train, cars_test "
+        "and devkit and the file cars_test_annos_withlabels.mat of a copy into {root}/stanford_cars",
     ),
     "Country211": _torchvision(  # CARP leaves `valid` out
         ("Country211", "country211", ""),
@@ -240,7 +226,7 @@ DATASETS: dict[str, Dataset] = {
         (
             "CIFAR10",
             "cifar-10-batches-py",
-            "batches.meta test_batch " + " ".join(f"data_batch_{number}" for number in range(1, 6)),
+            f"batches.meta test_batch {' '.join(f'data_batch_{i}' for i in range(1, 6))}",
         ),
         train=({"train": True}, ""),
         test=({"train": False}, ""),
@@ -255,17 +241,18 @@ DATASETS: dict[str, Dataset] = {
     "ROxford5k": _retrieval("roxford5k", city="Oxford", num_images=4_993 + 70),
     # its archives hold 20 files more, which are damaged
     "RParis6k": _retrieval("rparis6k", city="Paris", num_images=6_322 + 70),
-    "Copydays": _folders_of_images(
+    "Copydays": _folder(
         "copydays",
         {"original/*.jpg": 157, "strong/*.jpg": 229},
-        advice="unpack the archives 'original' and 'strong' of INRIA's Copydays into {root}/copydays/original and {root}/copydays/strong",
+        advice="unpack the archives 'original' and 'strong' of INRIA's Copydays into {root}/copydays/original and "
+        "{root}/copydays/strong",
     ),
-    "ImageNet-9": _folders_of_images(
+    "ImageNet-9": _folder(
         "imagenet9",
         {f"{variant}/val/*/*.JPEG": 4_050 for variant in BACKGROUNDS},
         aliases=("IN-9",),
-        advice="unpack the release archive of MadryLab's Backgrounds Challenge so that its folders original, only_fg and so on lie in "
-        "{root}/imagenet9",
+        advice="unpack the release archive of MadryLab's Backgrounds Challenge so that its folders original, only_fg "
+        "and so on lie in {root}/imagenet9",
     ),
 }
 
@@ -274,7 +261,7 @@ DATASETS: dict[str, Dataset] = {
 
 
 def look_up(name: str) -> str:
-    """The name in the table of a set that the user may write in another way: `pets`, `cifar10`, `OxfordIIITPet`."""
+    """The name in the table for any spelling or alias: `pets`, `cifar10`, `OxfordIIITPet`."""
     known = {_plain(alias): row_name for row_name, row in DATASETS.items() for alias in (row_name, *row.aliases)}
     if _plain(name) not in known:
         raise DataError(f"there is no data set {name!r}.{closest(name, DATASETS)} Known: {', '.join(DATASETS)}")
@@ -286,7 +273,7 @@ def _plain(name: str) -> str:
 
 
 def missing_data(name: str, data_root: Path, *, parts: Collection[str] = PARTS) -> str | None:
-    """None if the files of these parts are there; else what is expected where, and how to get it. Opens no file."""
+    """None if the files of these parts exist; else which are expected, and how to get them. Opens no file."""
     row, root = DATASETS[look_up(name)], data_root.expanduser()
     expected = [pattern for part, images in row.parts.items() if part in parts for pattern in images.expected]
     missing = [pattern for pattern in dict.fromkeys(expected) if not any(root.glob(pattern))]
@@ -304,9 +291,7 @@ def open_data(
     parts: Collection[str] = PARTS,
     warn: Callable[[str], None] = warnings.warn,
 ) -> EvaluationData:
-    """The parts of a set that are asked for; `warn` is told where they are not as large as those of the published
-    protocol.
-    """
+    """Open the requested parts of a data set; call `warn` where their sizes differ from the published protocol."""
     missing = missing_data(name, data_root, parts=parts)
     if missing is not None:
         raise DataError(missing)
@@ -314,28 +299,24 @@ def open_data(
     opened: dict[str, Any] = {}
     for part, images in DATASETS[row_name].parts.items():
         if part in parts:
-            opened[part] = images.open(root) if isinstance(images, Split) else root / images.folder
+            opened[part] = images.open(root) if isinstance(images, Split) else root / images.path
     for remark in _unlike_published(row_name, root, opened):
         warn(remark)
     return EvaluationData(name=row_name, output=output, **opened)
 
 
 def _unlike_published(row_name: str, root: Path, opened: Mapping[str, Any]) -> Iterator[str]:
-    """In words, where parts that were opened differ in size from the published ones."""
+    """Where the sizes of opened parts differ from the published ones."""
     row = DATASETS[row_name]
+    found: list[tuple[str, str, int, int]] = []
     for part, images in row.parts.items():
-        if part not in opened:
-            continue
-        if isinstance(images, Split):
+        if part in opened and isinstance(images, Split):
             source: ImageSource = opened[part]
-            found = [(f"{row_name} ({part})", "images", len(source), images.num_images)]
+            found.append((f"{row_name} ({part})", "images", len(source), images.num_images))
             found.append((f"{row_name} ({part})", "classes", len(source.class_names or ()), row.num_classes or 0))
-        else:
-            counts = {pattern: sum(1 for _ in root.glob(pattern)) for pattern in images.num_images}
-            found = [
-                (pattern, "images", min(counts[pattern], number), number)
-                for pattern, number in images.num_images.items()
-            ]
-        for where, what, number, published in found:
-            if number != published:
-                yield f"{where} has {number:,} {what}, published protocol has {published:,}"
+        elif part in opened and isinstance(images, Folder):
+            for pattern, published in images.num_images.items():
+                found.append((pattern, "images", min(sum(1 for _ in root.glob(pattern)), published), published))
+    for where, what, number, published in found:
+        if number != published:
+            yield f"{where} has {number:,} {what}, published protocol has {published:,}"

@@ -1,8 +1,7 @@
-"""Features once: images stream through the backbone, and the result is kept under a key of weights, data, view, feature
-and precision.
+"""Feature extraction with a cache. The cache key covers weights, data, view, feature and precision.
 
-A stale cache is impossible: whatever decides a feature is part of the key under which it is kept, down to the time each
-image file was last changed. Long extractions are kept in parts, so that one that is stopped continues where it was.
+The cache is never stale: all that decides a feature is part of its key, down to the modification time of each image
+file. Long extractions are stored in parts, so that a stopped one continues.
 """
 
 import hashlib
@@ -33,9 +32,9 @@ from massl.ops.image_ops import Filter, normalise
 from massl.weights.models import LoadedModel
 
 _FORMAT = 1  # raise when the same key would give other features
-_PART_SIZE = 65_536  # images kept together: what is lost when an extraction is stopped
-_MAX_SIDE = 1 << 15  # evaluations take images as they are
-_MESSAGE_BYTES = 1024  # of an error that all processes are told
+_PART_SIZE = 65_536  # images stored together, and lost if an extraction is stopped
+_MAX_SIDE = 1 << 15  # in effect no limit: images are not reduced for evaluations
+_MESSAGE_BYTES = 1024  # of an error that is sent to all processes
 
 
 class ExtractionSettings(Settings):
@@ -63,9 +62,8 @@ class ExtractionSettings(Settings):
 class ViewedBatch(NamedTuple):
     """Images as the network sees them."""
 
-    groups: list[Tensor]  # of [b, 3, H, W], normalised, on the device; one group where all have one size
-    indices: Tensor  # [B] their numbers in the source
-    labels: Tensor  # [B] on the CPU
+    groups: list[Tensor]  # of [b, 3, H, W], normalised, on the device; one group if all have one size
+    indices: Tensor  # [B] in the source
 
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
@@ -73,15 +71,13 @@ Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 @dataclass(frozen=True, kw_only=True)
 class Extractor:
-    """A model on its device, and where features of it are kept. Under torchrun every process takes its share, and all
-    receive all.
-    """
+    """A model on its device, and the cache of its features. Processes share the images; each gets all features."""
 
     model: LoadedModel
     settings: ExtractionSettings
     device: torch.device
-    cache: Path | None  # folder of kept features; None: nothing is kept
-    feature: str | None = None  # read this instead of what the protocol names
+    cache: Path | None  # folder; None: no cache
+    feature: str | None = None  # instead of the protocol's
     crop_ratio: float = PUBLISHED_CROP_RATIO  # centre crop / shorter side of the evaluation view
     progress: Progress = lambda what, done, total: None
 
@@ -98,41 +94,48 @@ class Extractor:
                 require_finite(rows, name=source.name)
                 self._keep(key, begin, rows)
             if begin == 0:
-                # at once: parts that are joined at the end need twice the memory
+                # allocated once: concatenating parts would need twice the memory
                 all_rows = torch.empty(len(source), rows.shape[1])
             all_rows[begin : begin + len(rows)] = rows
         return LabelledFeatures(rows=all_rows, labels=labels_of_images(source), name=source.name)
 
     def centre_view(self, *, filter: Filter = "bicubic") -> CentreView:
-        """The evaluation view at the model's own size."""
+        """The evaluation view at the model's image size."""
         return CentreView(size=self.model.image_size, crop_ratio=self.crop_ratio, filter=filter)
 
     def chosen_feature(self, feature: str) -> str:
-        """The feature a protocol names, unless the user chose another."""
+        """The feature chosen by the user, or else the protocol's."""
         chosen = self.feature or feature
         if chosen not in FEATURES:
-            raise EvaluationError(
-                f"there is no feature {chosen!r}.{closest(chosen, FEATURES)} Known: {', '.join(FEATURES)}"
-            )
+            known = f"Known: {', '.join(FEATURES)}"
+            raise EvaluationError(f"there is no feature {chosen!r}.{closest(chosen, FEATURES)} {known}")
         return chosen
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """No gradients, in the precision of the settings."""
+        is_bf16 = self.settings.precision == "bf16"
+        with torch.inference_mode(), torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_bf16):
+            yield
 
     @torch.inference_mode()
     def read(self, groups: list[Tensor], feature: str) -> Tensor:  # groups of normalised [b, 3, H, W] -> [B, D] float32
-        """Features of views that are already on the device."""
-        return torch.cat(
-            [read_feature(self.model.backbone, group, feature, precision=self.settings.precision) for group in groups]
-        )
+        """Features of views on the device."""
+        backbone, precision = self.model.backbone, self.settings.precision
+        return torch.cat([read_feature(backbone, group, feature, precision=precision) for group in groups])
 
     def views(self, source: ImageSource, chunks: list[Tensor], *, view: EvaluationView) -> Iterator[ViewedBatch]:
         """Batches of images in the order of `chunks`, as the network sees them."""
         for batch in self.images(source, chunks):
-            yield ViewedBatch(self._normalised(batch, view), batch.indices, batch.labels)
+            groups = view.apply(batch.images, batch.indices)
+            normalised = [normalise(group, self.model.mean, self.model.std) for group in groups]
+            yield ViewedBatch(normalised, batch.indices)
 
     def images(self, source: ImageSource, chunks: list[Tensor]) -> Iterator[ImageBatch]:
-        """The same as they are stored, on the device, read ahead; an image that cannot be read stops the work."""
+        """Batches of images as stored, on the device, read ahead; an unreadable image raises."""
         loader = Loader(
             source,
-            # read-ahead asks beyond the last
+            # reading ahead asks beyond the last chunk
             order_at=lambda number: chunks[number] if number < len(chunks) else chunks[0][:1],
             seed=0,
             num_workers=self.settings.num_workers,
@@ -148,13 +151,10 @@ class Extractor:
         finally:
             loader.close()
 
-    def _normalised(self, batch: ImageBatch, view: EvaluationView) -> list[Tensor]:
-        return [normalise(group, self.model.mean, self.model.std) for group in view.apply(batch.images, batch.indices)]
-
     # -> [len(indices), D]
     def _extract(self, source: ImageSource, indices: Tensor, view: EvaluationView, feature: str) -> Tensor:
         share = -(-len(indices) // distributed.world_size())
-        # the last ranks may repeat the first images
+        # equal shares: the last ranks may repeat the first images
         positions = (distributed.rank() * share + torch.arange(share)) % len(indices)
         chunks = list(torch.split(indices[positions], self.settings.batch_size))
         rows, num_done = [], 0
@@ -168,9 +168,7 @@ class Extractor:
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
-        """What stops one process inside stops all: the others would wait for its share, or take what it sends next for
-        that.
-        """
+        """An error in one process stops all; the others would wait for its share, or take its next message for that."""
         if distributed.world_size() == 1:
             yield
             return
@@ -216,14 +214,14 @@ class Extractor:
             rows = _read_rows(path)
             if len(rows) != num_rows:
                 raise EvaluationError(
-                    f"{path} holds {len(rows)} features instead of {num_rows}; delete it, and they will be computed again"
+                    f"{path} holds {len(rows)} features instead of {num_rows}; delete it to compute them again"
                 )
         return rows
 
     def _keep(self, key: str, begin: int, rows: Tensor) -> None:
         if self.cache is None:
             return
-        with self.failing_together():  # and waiting for each other: nobody looks for the file before it is there
+        with self.failing_together():  # which also waits: no process looks for the file before it exists
             if distributed.is_main():
                 _write_rows(self._file(key, begin), rows)
 
@@ -232,7 +230,7 @@ def _read_rows(path: Path) -> Tensor:  # -> [n, D]
     try:
         return safetensors.torch.load_file(path)["rows"]
     except (SafetensorError, OSError, KeyError) as error:
-        raise EvaluationError(f"{path} is damaged ({error}); delete it, and it will be computed again") from None
+        raise EvaluationError(f"{path} is damaged ({error}); delete it to compute it again") from None
 
 
 def _write_rows(path: Path, rows: Tensor) -> None:  # [n, D]
@@ -242,7 +240,7 @@ def _write_rows(path: Path, rows: Tensor) -> None:  # [n, D]
             safetensors.torch.save_file({"rows": rows.contiguous()}, partial)
     except (SafetensorError, OSError) as error:
         raise EvaluationError(
-            f"features cannot be kept at {path} ({error}); make room there, or choose another folder"
+            f"cannot write features to {path} ({error}); make room or choose another folder"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""The features that protocols name, read from a backbone."""
+"""Features by name, read from a backbone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ _SCALES = (1.0, 2**-0.5, 0.5)  # of retrieval's three passes
 
 @dataclass(frozen=True)
 class Feature:
-    """How one feature vector is made of the tokens of the last blocks."""
+    """How a feature vector is computed from the tokens of the last blocks."""
 
     num_layers: int
     needs_class_token: bool
@@ -79,9 +79,7 @@ def read_feature(backbone: Backbone, images: Tensor, name: str, *, precision: Li
 
 @contextmanager
 def exact_convolutions() -> Iterator[None]:
-    """Float32 convolutions with all their bits: by default a GPU rounds the operands of the patch embedding to 11
-    (TF32).
-    """
+    """Float32 convolutions without TF32, which rounds the operands of the patch embedding to 11 bits on a GPU."""
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:
@@ -91,14 +89,14 @@ def exact_convolutions() -> Iterator[None]:
 
 
 def _is_fused(backbone: Backbone, images: Tensor) -> bool:
-    """Whether 16-bit kernels of ours know the model; elsewhere autocast runs timm's own modules."""
+    """Whether our 16-bit kernels support the model; otherwise autocast runs timm's modules."""
     return images.is_cuda and torch.is_autocast_enabled("cuda") and why_not_fused(backbone.model) is None
 
 
 def _class_token(backbone: Backbone, images: Tensor) -> Tensor:  # -> [B, D] float32
     if not _is_fused(backbone, images):
         return backbone.pooled([images]).float()
-    from massl.nn.transformer.inference import class_token  # here: Triton comes with PyTorch for GPUs only
+    from massl.nn.transformer.inference import class_token  # here: needs Triton
 
     assert isinstance(backbone.model, VisionTransformer)
     return class_token(backbone.model, images, dtype=torch.bfloat16)
@@ -107,7 +105,7 @@ def _class_token(backbone: Backbone, images: Tensor) -> Tensor:  # -> [B, D] flo
 def _layers(backbone: Backbone, images: Tensor, num_layers: int) -> list[Tokens]:
     if not _is_fused(backbone, images):
         return last_layers(backbone, images, num_layers=num_layers)
-    from massl.nn.transformer.inference import token_layers  # here: Triton comes with PyTorch for GPUs only
+    from massl.nn.transformer.inference import token_layers  # here: needs Triton
 
     assert isinstance(backbone.model, VisionTransformer)
     layers = token_layers(backbone.model, images, num_layers=num_layers, dtype=torch.bfloat16)

@@ -1,6 +1,4 @@
-"""results.jsonl: every number that was measured, with what made it. Rows are only ever added; the newest of its kind
-counts.
-"""
+"""results.jsonl: every measured number with its origin. Rows are only appended; the newest of its kind counts."""
 
 import contextlib
 import fcntl
@@ -42,22 +40,22 @@ def _setting(value: object) -> Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultRow:
-    """One number and what made it. A value that is no number is refused, so that none can get into a table."""
+    """One number and its origin. Raises for a value that is not finite."""
 
     protocol: str
     data: str
     setting: Annotated[Setting, PlainValidator(_setting)]  # text in the file
     metric: str
     value: float  # accuracies and scores in percent
-    num_samples: int  # test images or queries it was measured over
-    seconds: float  # that the measurement took
+    num_samples: int  # test images or queries
+    seconds: float  # duration of the measurement
     weights: str  # fingerprint of the model's weights
     model: str  # as the user named it
     architecture: str
     precision: str
-    run: str  # digest of settings, data and weights: equal exactly when the measurement was the same
-    train: str  # the training images, as the user named them; empty where there are none
-    images: str  # digest of all images: two data sets of one name are not taken for one
+    run: str  # digest of settings, data and weights: equal for the same measurement
+    train: str  # the training images, as the user named them; "" for none
+    images: str  # digest of all images, which tells data sets of the same name apart
     created: str = field(default_factory=_now)  # UTC, ISO 8601
     version: str = field(default_factory=_version)  # of massl
 
@@ -67,29 +65,28 @@ class ResultRow:
         where = f"{self.protocol} on {self.data}, {self.setting}, {self.metric}"
         for name, number in (("value", self.value), ("seconds", self.seconds)):
             if not math.isfinite(number):
-                raise EvaluationError(f"{where}: the {name} is {number}, which is no result; were the features finite?")
+                raise EvaluationError(f"{where}: the {name} is {number}; were the features finite?")
         try:
             offset = datetime.fromisoformat(self.created).utcoffset()
         except ValueError:
             offset = None
         if offset != timedelta(0):
-            raise EvaluationError(
-                f"{where}: created is {self.created!r}; expected a time in UTC such as 2024-07-21T12:00:00+00:00"
-            )
+            expected = "expected a time in UTC such as 2024-07-21T12:00:00+00:00"
+            raise EvaluationError(f"{where}: created is {self.created!r}; {expected}")
 
 
 _ROW = TypeAdapter(ResultRow)
 
 
 def append_rows(path: Path, rows: Sequence[ResultRow]) -> None:
-    """Add rows in one write: all of them are in the file afterwards, or none and an error."""
+    """Append rows in one write: all or, after an error, none."""
     if not rows:
         return
     added = "".join(json.dumps({**vars(row), "setting": str(row.setting)}) + "\n" for row in rows).encode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # two evaluations may share a file; released when it is closed
+            fcntl.flock(file, fcntl.LOCK_EX)  # two evaluations may share a file; released on close
             end = _mend(file)
             try:
                 _write(file, added)
@@ -101,12 +98,10 @@ def append_rows(path: Path, rows: Sequence[ResultRow]) -> None:
 
 
 def read_rows(path: Path) -> list[ResultRow]:
-    """All rows in the order they were written; none where there is no file. Half a last line, left by a crash, is taken
-    away.
-    """
+    """All rows in file order; none if there is no file. Removes half a last line, left by a crash."""
     try:
         with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # a write that is under way is waited for, not taken for a crash
+            fcntl.flock(file, fcntl.LOCK_SH)  # waits for a write in progress
             *lines, last = file.read().split(b"\n")
     except FileNotFoundError:
         return []
@@ -114,7 +109,7 @@ def read_rows(path: Path) -> list[ResultRow]:
     if last:
         with contextlib.suppress(EvaluationError):
             rows.append(_parsed(last, "the last line"))
-        # where one may only read, it stays as it is
+        # suppressed: a read-only file stays as it is
         with contextlib.suppress(OSError), path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             _mend(file)
@@ -122,9 +117,7 @@ def read_rows(path: Path) -> list[ResultRow]:
 
 
 def newest(rows: Iterable[ResultRow]) -> list[ResultRow]:
-    """Of rows that measure the same of the same weights and images in the same precision the latest, at the place of
-    the first.
-    """
+    """For each measurement of the same weights, images and precision the latest row, at the place of the first."""
     latest: dict[tuple[str | Setting, ...], ResultRow] = {}
     for row in rows:
         key = (row.protocol, row.data, row.setting, row.metric, row.weights, row.precision, row.images)
@@ -137,10 +130,9 @@ def newest(rows: Iterable[ResultRow]) -> list[ResultRow]:
 def _parsed(line: bytes, where: str) -> ResultRow:
     try:
         values = json.loads(line)
-        missing = [
-            entry.name for entry in fields(ResultRow) if not isinstance(values, dict) or entry.name not in values
-        ]
-        if not missing:  # those with defaults are asked for too: a row without its time is not of now
+        given = values if isinstance(values, dict) else {}
+        missing = [entry.name for entry in fields(ResultRow) if entry.name not in given]
+        if not missing:  # also checks fields with defaults: a row without time was not made now
             return _ROW.validate_json(line)
         problem = f"it lacks {', '.join(missing)}"
     except ValidationError as error:
@@ -151,9 +143,7 @@ def _parsed(line: bytes, where: str) -> ResultRow:
 
 
 def _mend(file: io.FileIO) -> int:
-    """Let the file end with a whole line: a row without its line break gets one, anything less is cut off. Returns the
-    size.
-    """
+    """Complete the last line, or cut it off if it is no whole row. Returns the size."""
     file.seek(0)
     content = file.read()
     end = content.rfind(b"\n") + 1

@@ -105,7 +105,7 @@ def _job_on_given_data(request: EvaluationRequest, protocol: str) -> Job:
 
 
 def _settings_of(protocol: str, request: EvaluationRequest) -> Settings:
-    """The protocol's settings; by default ImageNet-9 uses the head left by the linear probe in the same output folder."""
+    """The protocol's settings; ImageNet-9's default head is the one that the linear probe left in the output folder."""
     settings: Settings = getattr(request, protocol.replace("-", "_"))
     if getattr(settings, "head", None) != "":
         return settings

@@ -46,9 +46,8 @@ class EvaluationRequest(ModelSettings):
     def _something_is_asked_for(self) -> "EvaluationRequest":
         for protocol in self.protocol:
             if protocol not in PROTOCOLS:
-                raise ValueError(
-                    f"there is no protocol {protocol!r}.{closest(protocol, PROTOCOLS)} Known: {', '.join(PROTOCOLS)}"
-                )
+                known = f"Known: {', '.join(PROTOCOLS)}"
+                raise ValueError(f"there is no protocol {protocol!r}.{closest(protocol, PROTOCOLS)} {known}")
         if (self.suite is None) == (not self.protocol):
             raise ValueError("give either protocol (knn, linear ...) or suite paper")
         if (self.suite or self.data) and not self.data_root:
@@ -58,9 +57,7 @@ class EvaluationRequest(ModelSettings):
             raise ValueError(f"data names known sets, {' and '.join(own)} your own images: give one or the other")
         if self.suite and (self.data or own):
             given = " and ".join([*(["data"] if self.data else []), *own])
-            raise ValueError(
-                f"suite {self.suite} chooses its images below data_root itself: leave {given} out, or give protocol instead"
-            )
+            raise ValueError(f"suite {self.suite} chooses its own images below data_root: leave {given} out")
         return self
 
     def cache_folder(self) -> Path | None:

@@ -11,8 +11,8 @@ from massl.data.sources.files import FileListSource
 
 
 def read_name_list(path: Path, source: ImageSource) -> Tensor:  # -> int64 [n] sorted
-    """The images of `source` whose file names a list holds, one name a line without its folder (Chen et al., 2020)."""
-    wanted: dict[str, int] = {}  # name -> its image, or -1 until that is found
+    """Indices of the images whose file names are listed, one per line without folder (Chen et al., 2020)."""
+    wanted: dict[str, int] = {}  # name -> index of its image, -1 until found
     for number, line in _lines(path):
         if "/" in line or len(line.split()) > 1:
             raise DataError(

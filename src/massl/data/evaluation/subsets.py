@@ -1,7 +1,7 @@
-"""Which images of a labelled set are used: few of each class, a share of each, a long tail, a part held out.
+"""Random subsets of a labelled set: a few or a share of each class, a long tail, a held-out part.
 
-All choices are drawn by key. The images that a key chooses from a class are the first of one random order of it, so
-that 1 % of a set lies inside the 10 % that the same key chooses.
+All are drawn by key. A key defines one random order of each class and takes its first images, so that its 1 % is part
+of its 10 %.
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,11 @@ def fraction_choice(labels: Tensor, *, fraction: float, key: tuple[keyed_random.
 
 
 def long_tail_counts(num_classes: int, *, largest: int, smallest: int = 5, power: float = 6.0) -> list[int]:
-    """Images per class from the most to the least frequent: a Pareto distribution between two bounds, as ImageNet-LT
-    (Liu et al., 2019).
+    """Images per class, descending: a Pareto distribution between two bounds, as ImageNet-LT (Liu et al., 2019).
 
-    ImageNet-LT is one random draw. Here the class at each rank gets what that rank has in the median of all draws:
-    112,732 images against its 115,846 for 1000 classes of 1280 to 5, with 377, 476 and 147 classes of more than 100, of
-    20 to 100 and of fewer images against its 385, 479 and 136.
+    ImageNet-LT is one random draw; here each rank gets its median over draws. For 1000 classes of 1280 to 5 images that
+    is 112,732 images (ImageNet-LT: 115,846), with 377, 476 and 147 classes of more than 100, 20 to 100 and fewer images
+    (385, 479 and 136).
     """
     if num_classes < 2 or not 1 <= smallest <= largest or power <= 0:
         raise DataError(
@@ -55,12 +54,10 @@ def long_tail_counts(num_classes: int, *, largest: int, smallest: int = 5, power
 
 # CPU int64 [N] -> [n] sorted
 def long_tail_choice(labels: Tensor, counts: Sequence[int], *, key: tuple[keyed_random.Key, ...]) -> Tensor:
-    """`counts[r]` images of the class that stands at rank r of a random order of the classes."""
+    """`counts[r]` images of the class at rank r of a random order of the classes."""
     available = _class_counts(labels)
     if len(available) > len(counts):
-        raise DataError(
-            f"counts for {len(counts)} classes are given, but the labels are of {len(available)}; give one for each class"
-        )
+        raise DataError(f"counts for {len(counts)} classes, but labels of {len(available)}; give one for each class")
     available = torch.nn.functional.pad(available, (0, len(counts) - len(available)))
     wanted = torch.empty_like(available)
     wanted[keyed_random.permutation(len(counts), key, "frequency")] = torch.tensor(counts)
@@ -70,7 +67,7 @@ def long_tail_choice(labels: Tensor, counts: Sequence[int], *, key: tuple[keyed_
 
 # -> [n] kept, [m] held out
 def split_off(num_images: int, *, fraction: float, key: tuple[keyed_random.Key, ...]) -> tuple[Tensor, Tensor]:
-    """A random part of the images set aside, at least one and not all; both parts sorted."""
+    """Split off a random part of the images, at least one and not all; both parts sorted."""
     if num_images < 2 or not 0 < fraction < 1:
         raise DataError(
             f"{fraction} of {num_images} images cannot be held out; give at least 2 images and a share between 0 and 1"

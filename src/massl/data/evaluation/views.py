@@ -1,6 +1,4 @@
-"""The views that evaluation protocols ask for. A view is a value: its fields decide the pixels, and caches are keyed by
-them.
-"""
+"""Image views for evaluation protocols. A view is a value: its fields decide the pixels, and they are cache keys."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -21,23 +19,21 @@ class EvaluationView(Protocol):
     """Images as stored -> what a network sees, before normalisation."""
 
     def apply(self, images: RaggedImages, indices: Tensor) -> list[Tensor]:
-        """Groups of [b, 3, H, W] in [0, 1], in the order of the images; one group where all views have one size.
+        """Groups of [b, 3, H, W] in [0, 1], in the order of the images; one group if all views have one size.
 
-        `indices` are the images' numbers in their source: keys of whatever is random.
+        `indices` of the images in their source are the keys of random views.
         """
         ...
 
 
 def view_key(view: Any) -> dict[str, Any]:
-    """What distinguishes this view from all others, as plain values."""
+    """Plain values that identify the view."""
     return {"view": type(view).__name__, **asdict(view)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CentreView:
-    """Shorter side to size / crop_ratio, then the central square: the evaluation transform of DINO, iBOT and CARP (256,
-    then 224).
-    """
+    """Shorter side to size / crop_ratio, then the centre: the transform of DINO, iBOT and CARP (256, then 224)."""
 
     size: int
     crop_ratio: float = PUBLISHED_CROP_RATIO
@@ -49,7 +45,7 @@ class CentreView:
 
 @dataclass(frozen=True, kw_only=True)
 class SquareView:
-    """The whole image pressed into a square; its aspect ratio is lost (copy detection, attention maps)."""
+    """The whole image resized to a square, whatever its aspect ratio (copy detection, attention maps)."""
 
     size: int
     filter: Filter = "bicubic"
@@ -57,15 +53,8 @@ class SquareView:
     def apply(self, images: RaggedImages, indices: Tensor) -> list[Tensor]:
         height, width = images.sizes.unbind(1)
         boxes = torch.stack([torch.zeros_like(height), torch.zeros_like(width), height, width], dim=1)
-        return [
-            crop_resize(
-                images,
-                boxes[None],
-                size=self.size,
-                flip=torch.zeros(1, len(images), dtype=torch.bool),
-                filter=self.filter,
-            )[0]
-        ]
+        flip = torch.zeros(1, len(images), dtype=torch.bool)
+        return [crop_resize(images, boxes[None], size=self.size, flip=flip, filter=self.filter)[0]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +62,7 @@ class StoredView:
     """The image as it is stored (ImageNet-9, whose images are 224 x 224)."""
 
     def apply(self, images: RaggedImages, indices: Tensor) -> list[Tensor]:
-        pictures = [_picture(images, number) for number in range(len(images))]
+        pictures = [picture_of(images, number) for number in range(len(images))]
         if len({picture.shape for picture in pictures}) > 1:
             return [picture[None].float() / 255 for picture in pictures]
         return [torch.stack(pictures).float() / 255]
@@ -81,15 +70,13 @@ class StoredView:
 
 @dataclass(frozen=True, kw_only=True)
 class ThumbnailView:
-    """Longer side reduced to at most `max_side` by Pillow's `thumbnail` itself, whose rounding of sizes matters; never
-    enlarged.
-    """
+    """Longer side reduced to at most `max_side` by Pillow's `thumbnail`, whose rounding matters; never enlarged."""
 
     max_side: int
 
     def apply(self, images: RaggedImages, indices: Tensor) -> list[Tensor]:
         device = images.pixels.device
-        return [self.shrink(_picture(images, number)).to(device)[None] for number in range(len(images))]
+        return [self.shrink(picture_of(images, number)).to(device)[None] for number in range(len(images))]
 
     def shrink(self, picture: Tensor) -> Tensor:  # uint8 [3, H, W] -> float [3, h, w] in [0, 1]
         image = Image.fromarray(np.ascontiguousarray(picture.cpu().permute(1, 2, 0).numpy()))
@@ -99,9 +86,7 @@ class ThumbnailView:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomCropView:
-    """A random part of the image, resized and mirrored half of the time: torchvision's RandomResizedCrop and flip,
-    drawn by key.
-    """
+    """torchvision's RandomResizedCrop and horizontal flip, drawn by key."""
 
     size: int
     seed: int
@@ -110,14 +95,12 @@ class RandomCropView:
     filter: Filter = "bilinear"
 
     def apply(self, images: RaggedImages, indices: Tensor) -> list[Tensor]:
-        drawn = draw_parameters(
-            ViewSettings(num_local=0, global_scale=self.scale), images.sizes, indices, seed=self.seed, epoch=self.epoch
-        )
-        first = drawn.of_views(slice(1))
+        settings = ViewSettings(num_local=0, global_scale=self.scale)
+        first = draw_parameters(settings, images.sizes, indices, seed=self.seed, epoch=self.epoch).of_views(slice(1))
         return [crop_resize(images, first.boxes, size=self.size, flip=first.flipped, filter=self.filter)[0]]
 
 
-def _picture(images: RaggedImages, number: int) -> Tensor:  # -> uint8 [3, H, W]
+def picture_of(images: RaggedImages, number: int) -> Tensor:  # -> uint8 [3, H, W]
     height, width = images.sizes[number].tolist()
     begin = int(images.offsets[number])
     return images.pixels[begin : begin + 3 * height * width].view(3, height, width)

@@ -1,4 +1,4 @@
-"""The table of protocols: what `massl evaluate --protocol` can name. One file per protocol, which ends with its entry."""
+"""The table of protocols that `massl evaluate --protocol` can name. Each file ends with its protocol's entry."""
 
 from massl.evaluations.base import ProtocolEntry
 from massl.evaluations.protocols import (

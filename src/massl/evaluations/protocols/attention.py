@@ -1,6 +1,4 @@
-"""What the class token looks at: self-attention maps of the last block, as DINO and iBOT show them, and how
-concentrated they are.
-"""
+"""Self-attention maps of the class token in the last block, as in DINO and iBOT, and how concentrated they are."""
 
 import json
 from collections.abc import Iterator
@@ -27,14 +25,8 @@ _PUBLISHED_SIZE, _PUBLISHED_IMAGE_SIZE = 480, 224
 
 
 class AttentionSettings(Settings):
-    num_images: int = Field(
-        100, gt=0, description="test images that are looked at (a keyed choice); all where there are fewer"
-    )
-    size: int | None = Field(
-        None,
-        gt=0,
-        description="side of the square the images are resized to; default: 480 for a model of 224 px, others in proportion",
-    )
+    num_images: int = Field(100, gt=0, description="most test images that are used, chosen by key")
+    size: int | None = Field(None, gt=0, description="side of the square views; default: 480 * image size / 224")
     mass: float = Field(0.6, gt=0, lt=1, description="share of the attention whose patches are counted and coloured")
     num_figures: int = Field(8, ge=0, description="images whose maps are drawn")
     seed: int = Field(0, description="decides which images are chosen")
@@ -44,7 +36,7 @@ class AttentionSettings(Settings):
 class AttentionBatch:
     """Images as the network saw them, and its attention."""
 
-    indices: Tensor  # [B] their numbers in the source
+    indices: Tensor  # [B] in the source
     views: Tensor  # [B, 3, S, S], normalised
     maps: Tensor  # [B, heads, g, g] float32
 
@@ -57,9 +49,7 @@ class AttentionBatch:
 
 
 def attention_size(model: LoadedModel, size: int | None, *, option: str) -> int:
-    """The size asked for, if it is one of whole patches; else the published one in proportion to the model's images, in
-    whole patches.
-    """
+    """The requested size, or the published one scaled to the model's image size; a multiple of the patch."""
     patch = require_patches(model.backbone, purpose="an attention map")
     if size is not None:
         return whole_patches(size, patch, option=option)
@@ -69,16 +59,14 @@ def attention_size(model: LoadedModel, size: int | None, *, option: str) -> int:
 def attention_maps(
     extractor: Extractor, source: ImageSource, indices: Tensor, *, size: int
 ) -> Iterator[AttentionBatch]:
-    """Maps of these images, pressed into a square of `size` pixels, in their order."""
-    # Larger images than the model's own come in smaller batches, so that a batch holds as many tokens as elsewhere.
+    """Maps of these images, resized to squares of `size` pixels, in their order."""
+    # Images larger than the model's own come in smaller batches, which hold the same number of tokens.
     batch_size = max(1, int(extractor.settings.batch_size * min(1.0, (extractor.model.image_size / size) ** 2)))
     num_done = 0
-    for batch in extractor.views(
-        source, list(torch.split(indices, batch_size)), view=SquareView(size=size, filter="bilinear")
-    ):
+    view = SquareView(size=size, filter="bilinear")
+    for batch in extractor.views(source, list(torch.split(indices, batch_size)), view=view):
         (views,) = batch.groups
-        is_16_bit = extractor.settings.precision == "bf16"
-        with torch.inference_mode(), torch.autocast(views.device.type, dtype=torch.bfloat16, enabled=is_16_bit):
+        with extractor.inference():
             maps = class_attention(extractor.model.backbone, views)
         require_finite(maps, name=source.name)
         yield AttentionBatch(indices=batch.indices, views=views, maps=maps)
@@ -86,15 +74,13 @@ def attention_maps(
         extractor.progress(f"attention maps of {source.name}", num_done, len(indices))
 
 
-_SMALLEST_HEIGHT = 200  # pixels of a figure; those of small images are enlarged as often as that takes
+_SMALLEST_HEIGHT = 200  # pixels of a figure; smaller ones are enlarged by a whole factor
 
 
 def measure_attention(extractor: Extractor, data: EvaluationData, settings: AttentionSettings) -> Iterator[Measurement]:
-    """Share of an image's patches that hold 60 % of a head's attention, for each head; figures go to
-    `output`/attention.
+    """Share of an image's patches that hold 60 % of a head's attention, for each head: the smaller, the more selective.
 
-    The figures are the published protocol; the share puts a number on them: the smaller, the more a head singles
-    something out.
+    The published protocol is only the figures, which go to `output`/attention.
     """
     assert data.test is not None
     source = data.test
@@ -129,7 +115,7 @@ def save_picture(path: Path, picture: Tensor) -> None:  # uint8 [H, W, 3]
 
 
 def save_captions(folder: Path, figures: list[dict[str, object]], **common: object) -> None:
-    """`figures.json`: what the figures of a folder show; `common` holds for all of them."""
+    """Write figures.json: what each figure of the folder shows, and what `common` says of all."""
     (folder / "figures.json").write_text(json.dumps({**common, "figures": figures}, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """ImageNet-9: does a classifier see the object or its background? (Xiao et al., 2021, "Noise or Signal")
 
-A head of the linear probe classifies images of nine groups of ImageNet's classes, with backgrounds removed or
-exchanged. It chooses among all 1000 classes; one that belongs to no group is wrong.
+A linear head for ImageNet classifies images of nine groups of classes, with backgrounds removed or exchanged. It
+chooses among all 1000 classes; one that belongs to no group is wrong.
 """
 
 from collections.abc import Iterator
@@ -24,17 +24,17 @@ from massl.evaluations.protocols.linear import HEAD_FILE, SavedHead, load_head
 from massl.ops.scoring.linear_heads import classify
 
 NUM_IMAGENET_CLASSES = 1000
-# Group -> its classes, by their place among the sorted names of ImageNet's classes. Groups stand in the order of the
-# release's folders.
+# Group, in the order of the release's folders -> its classes, as indices of ImageNet's sorted class names.
 CLASSES_OF_GROUPS: dict[str, str] = {
     "dog": "151-170 173-268",
     "bird": "7-24 87-100 127-146",
-    "wheeled vehicle": "407-408 428 436 444 468 511 547 555 561 565 569 573 586 603 609 612 627 656 661 665 670-671 675 690 705 717 734 "
-    "751 757 791 802-803 817 820 829 847 864 866-867 870 880",
+    "wheeled vehicle": "407-408 428 436 444 468 511 547 555 561 565 569 573 586 603 609 612 627 656 661 665 670-671 "
+    "675 690 705 717 734 751 757 791 802-803 817 820 829 847 864 866-867 870 880",
     "reptile": "33-68",
     "carnivore": "269-280 286-299 356-362 387-388",
     "insect": "300-326",
-    "musical instrument": "401-402 420 432 486 494 513 541 546 558 566 577 579 593-594 641-642 683-684 687 699 776 822 875 881 889",
+    "musical instrument": "401-402 420 432 486 494 513 541 546 558 566 577 579 593-594 641-642 683-684 687 699 776 822 "
+    "875 881 889",
     "primate": "365-384",
     "fish": "0-6 389-397",
 }
@@ -43,12 +43,13 @@ CLASSES_OF_GROUPS: dict[str, str] = {
 class BackgroundsSettings(Settings):
     head: str = Field(
         "",
-        description=f"head of a linear probe on ImageNet with this model; default: OUTPUT/ImageNet/{HEAD_FILE}, left by linear on ImageNet",
+        description=f"head of a linear probe on ImageNet with this model; default: OUTPUT/ImageNet/{HEAD_FILE}, left "
+        "by linear on ImageNet",
     )
 
 
 def group_of_classes() -> Tensor:  # -> [1000] int64
-    """The group of every class of ImageNet, -1 for those that belong to none."""
+    """The group of every class of ImageNet, -1 for none."""
     groups = torch.full((NUM_IMAGENET_CLASSES,), -1)
     for number, ranges in enumerate(CLASSES_OF_GROUPS.values()):
         for first_and_last in ranges.split():
@@ -60,9 +61,7 @@ def group_of_classes() -> Tensor:  # -> [1000] int64
 def measure_backgrounds(
     extractor: Extractor, data: EvaluationData, settings: BackgroundsSettings
 ) -> Iterator[Measurement]:
-    """Top-1 accuracy among the nine groups for each variant that is there, and what an exchanged background costs
-    (BG-GAP).
-    """
+    """Top-1 accuracy among the nine groups for each existing variant, and the cost of another background (BG-GAP)."""
     assert data.folder is not None
     head = load_head(Path(settings.head).expanduser() if settings.head else data.output / HEAD_FILE)
     _require_fitting(head, extractor)
@@ -86,52 +85,39 @@ def measure_backgrounds(
 
 
 def _variants(folder: Path) -> dict[str, FolderSource]:
-    """The variants of the release that are there. Images are taken as they are stored: published scores do not turn
-    them by EXIF.
-    """
+    """The variants that exist. Images are read as stored: published scores ignore the EXIF orientation."""
     present = [variant for variant in BACKGROUNDS if (folder / variant / "val").is_dir()]
     if not present:
-        raise DataError(
-            f"{folder} holds no variant of ImageNet-9; expected {', '.join(BACKGROUNDS)}, each with its class folders in `val`, "
-            "as they are in the release archive"
-        )
-    sources = {
-        variant: FolderSource(
-            folder / variant / "val", name=f"{variant} of {folder}", labels="folders", orientation="stored"
-        )
-        for variant in present
-    }
-    for source in sources.values():
-        assert source.class_names is not None
-        if len(source.class_names) != len(CLASSES_OF_GROUPS):
-            raise DataError(
-                f"{source.name} has {len(source.class_names)} class folders with images instead of {len(CLASSES_OF_GROUPS)}; "
-                "unpack the release archive again"
-            )
+        expected = f"expected {', '.join(BACKGROUNDS)}, each with class folders in `val`, as in the release archive"
+        raise DataError(f"{folder} holds no variant of ImageNet-9; {expected}")
+    sources = {}
+    for variant in present:
+        name = f"{variant} of {folder}"
+        source = FolderSource(folder / variant / "val", name=name, labels="folders", orientation="stored")
+        num_folders = len(source.class_names or ())
+        if num_folders != len(CLASSES_OF_GROUPS):
+            problem = f"{name} has {num_folders} class folders with images instead of {len(CLASSES_OF_GROUPS)}"
+            raise DataError(f"{problem}; unpack the release archive again")
+        sources[variant] = source
     return sources
 
 
 def _require_fitting(head: SavedHead, extractor: Extractor) -> None:
-    """The head was trained on ImageNet with this model and this feature."""
+    """Raise unless the head was trained on ImageNet with this model and feature."""
+    model, chosen, problem = extractor.model, extractor.chosen_feature(head.feature), ""
     if len(head.class_names) != NUM_IMAGENET_CLASSES:
-        raise EvaluationError(
-            f"the linear head knows {len(head.class_names)} classes; ImageNet-9 needs one of ImageNet's {NUM_IMAGENET_CLASSES}: "
-            "run the linear protocol on ImageNet, or give such a head"
+        problem = f"has {len(head.class_names)} classes; run the linear protocol on ImageNet's {NUM_IMAGENET_CLASSES}"
+    elif head.backbone != model.fingerprint:
+        problem = f"was trained with another model than {model.name}; run the linear protocol with this one"
+    elif head.view_size != model.image_size:
+        problem = (
+            f"was trained on images of {head.view_size} px, not {model.image_size}; give --image_size {head.view_size} "
+            "or train a head at this size"
         )
-    if head.backbone != extractor.model.fingerprint:
-        raise EvaluationError(
-            f"the linear head was trained on features of another model than {extractor.model.name}; run the linear protocol with this one"
-        )
-    if head.view_size != extractor.model.image_size:
-        raise EvaluationError(
-            f"the linear head was trained on images of {head.view_size} px, the model is asked for {extractor.model.image_size}; "
-            f"give --image_size {head.view_size} or train a head at this size"
-        )
-    chosen = extractor.chosen_feature(head.feature)
-    if chosen != head.feature:
-        raise EvaluationError(
-            f"the linear head was trained on the feature {head.feature}; leave --feature {chosen} out"
-        )
+    elif chosen != head.feature:
+        problem = f"was trained on the feature {head.feature}; leave --feature {chosen} out"
+    if problem:
+        raise EvaluationError(f"the linear head {problem}")
 
 
 PROTOCOL = ProtocolEntry(

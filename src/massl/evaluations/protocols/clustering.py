@@ -1,4 +1,4 @@
-"""How well clusters found without labels agree with classes: NMI, AMI and ARI of spherical k-means, as CARP runs it."""
+"""Agreement of k-means clusters with classes: NMI, AMI and ARI of spherical k-means, as in CARP."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,12 @@ from torch import Tensor
 
 from massl import keyed_random
 from massl.config import Settings
-from massl.data.sources.base import DataError
-from massl.evaluations.base import EvaluationData, ProtocolEntry, require_labels
+from massl.evaluations.base import EvaluationData, ProtocolEntry, required_labels
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import EvaluationError, Measurement, Setting
 from massl.ops.scoring.kmeans import assign, spherical_kmeans
 
-# Published with another number of clusters than there are classes: NMI and AMI of the ViT rows on CIFAR-10 together fit
-# 47, not 10.
+# Published numbers of clusters other than the number of classes: NMI and AMI of ViTs on CIFAR-10 fit 47, not 10.
 PUBLISHED_KS = {"CIFAR-10": {47: "as published for ViTs"}}
 _CHUNK_ROWS = 65_536
 
@@ -24,16 +22,12 @@ class ClusteringSettings(Settings):
     ks: tuple[PositiveInt, ...] = Field((), description="numbers of clusters besides the number of classes")
     num_iterations: int = Field(100, gt=0, description="most iterations of one run of k-means")
     num_restarts: int = Field(10, gt=0, description="runs of k-means from other points, of which the best is kept")
-    subsample_per_centroid: int = Field(
-        256, ge=0, description="most training images per cluster, chosen at random as faiss does; 0: all"
-    )
+    subsample_per_centroid: int = Field(256, ge=0, description="most random training images per cluster; 0: all")
     seed: int = Field(1234, description="decides the chosen images and the first centroids")
 
 
 def train_statistics(rows: Tensor) -> tuple[Tensor, Tensor]:  # [N, D] -> mean [D], scale [D], float64
-    """Mean and population deviation of each dimension; the scale of a dimension that does not vary is 1, as in
-    scikit-learn.
-    """
+    """Mean and population deviation of each dimension; the scale of a constant dimension is 1, as in scikit-learn."""
     chunks = torch.split(rows, _CHUNK_ROWS)
     mean = torch.stack([chunk.double().sum(dim=0) for chunk in chunks]).sum(dim=0) / len(rows)
     squares = torch.stack([(chunk.double() - mean).square().sum(dim=0) for chunk in chunks]).sum(dim=0)
@@ -50,9 +44,7 @@ def standardised(rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:  # [N, D]
 def cluster(train: Tensor, test: Tensor, *, num_clusters: int, settings: ClusteringSettings) -> Tensor:
     """The cluster of each test row, for clusters found among the training rows."""
     if num_clusters > len(train):
-        raise EvaluationError(
-            f"cannot find {num_clusters} clusters among {len(train)} images; give more images, or smaller numbers in --clustering.ks"
-        )
+        raise EvaluationError(f"{num_clusters} clusters among {len(train)} images; lower --clustering.ks")
     num_points = num_clusters * settings.subsample_per_centroid
     points = train
     if 0 < num_points < len(train):
@@ -70,7 +62,7 @@ def cluster(train: Tensor, test: Tensor, *, num_clusters: int, settings: Cluster
 
 def agreement(labels: Tensor, clusters: Tensor) -> dict[str, float]:  # [Q], [Q] -> percent
     """Normalised and adjusted mutual information (arithmetic means) and adjusted Rand index."""
-    from sklearn import metrics  # here: it takes a second to import
+    from sklearn import metrics  # here: slow to import
 
     pair = labels.cpu().numpy(), clusters.cpu().numpy()
     return {
@@ -89,27 +81,19 @@ def cluster_numbers(data_name: str, *, num_classes: int, ks: tuple[int, ...]) ->
 def measure_clustering(
     extractor: Extractor, data: EvaluationData, settings: ClusteringSettings
 ) -> Iterator[Measurement]:
-    """Agreement of clusters with classes on the test images; labels of training images are not looked at."""
+    """Agreement of clusters with classes on the test images; labels of training images are not used."""
     assert data.train is not None
     assert data.test is not None
-    if data.test.class_names is None:
-        raise DataError(
-            f"{data.test.name} has no labels; clusters are compared with classes, so give class folders or a labelled set"
-        )
+    labels = required_labels(data.test)
     view = extractor.centre_view(filter="bilinear")
     train, test = (extractor.features(source, view=view, feature="cls") for source in (data.train, data.test))
-    require_labels(test)
-    train_rows = train.rows.to(extractor.device)
+    train_rows, test_rows = (features.rows.to(extractor.device) for features in (train, test))
     mean, scale = train_statistics(train_rows)
-    train_rows, test_rows = (
-        standardised(train_rows, mean, scale),
-        standardised(test.rows.to(extractor.device), mean, scale),
-    )
-    for num_clusters, setting in cluster_numbers(
-        data.name, num_classes=len(data.test.class_names), ks=settings.ks
-    ).items():
+    train_rows, test_rows = (standardised(rows, mean, scale) for rows in (train_rows, test_rows))
+    num_classes = len(data.test.class_names or ())
+    for num_clusters, setting in cluster_numbers(data.name, num_classes=num_classes, ks=settings.ks).items():
         found = cluster(train_rows, test_rows, num_clusters=num_clusters, settings=settings)
-        for metric, value in agreement(test.labels, found).items():
+        for metric, value in agreement(labels, found).items():
             yield Measurement(data=data.name, setting=setting, metric=metric, value=value, num_samples=len(test))
 
 

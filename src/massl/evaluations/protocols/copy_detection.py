@@ -1,8 +1,8 @@
-"""Copy detection on INRIA's Copydays (Douze et al., 2009), as DINO and iBOT run it: strongly changed copies search for
+"""Copy detection on INRIA's Copydays (Douze et al., 2009), as in DINO and iBOT: strongly changed copies are queries for
 their originals.
 
-The published score looks at the first 20 places only, and counts 1 / (2 (r + 1)) for an original at rank r > 0; beside
-it stands the score of whole rankings.
+The published score uses only the first 20 ranks, and counts 1 / (2 (r + 1)) for an original at rank r > 0; the score of
+whole rankings is reported too.
 """
 
 from collections import Counter
@@ -28,17 +28,13 @@ from massl.ops.scoring.ranking import average_precisions, mean_of_answered, rank
 
 _NUM_RANKS: Final = 20  # of the published score
 _SCENE_CHARACTERS: Final = 4  # of a file name: 200000.jpg is the original of 200001.jpg and 200002.jpg
-_SMALLEST_EIGENVALUE: Final = 1e-5  # of the largest
+_SMALLEST_EIGENVALUE: Final = 1e-5  # relative to the largest
 _CHUNK_ROWS: Final = 16_384
 
 
 class CopyDetectionSettings(Settings):
-    size: int | None = Field(
-        None, gt=0, description="side of the square that images are resized to; default: the model's own, mostly 224"
-    )
-    whitening: str = Field(
-        "", description="images whose features say how to whiten those of the rest, as a URI; default: no whitening"
-    )
+    size: int | None = Field(None, gt=0, description="side of the square views in pixels; default: the model's own")
+    whitening: str = Field("", description="URI of images for fitting a whitening of features; default: none")
 
 
 # ---- whitening -------------------------------------------------------------------------------------------------------
@@ -56,7 +52,7 @@ class Whitening:
 
 
 def fit_whitening(rows: Tensor, *, device: torch.device) -> Whitening:  # [N, D]
-    """DINO's whitening: directions and lengths are those of the second moments, from which the mean is NOT taken away."""
+    """DINO's whitening, by eigenvectors of the second moments; the mean is NOT subtracted from these."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64, device=device)
     moments = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=device)
     for chunk in torch.split(rows, _CHUNK_ROWS):  # float64 of all rows at once would be 16 GB for ImageNet
@@ -77,7 +73,7 @@ def measure_copy_detection(
     """Mean average precision of strong copies among the originals, over the first 20 places and over all."""
     assert data.folder is not None
     name = data.name or data.folder.resolve().name
-    name = "Copydays" if name.lower() == "copydays" else name  # as results are called, however the folder is spelt
+    name = "Copydays" if name.lower() == "copydays" else name  # the name in results, whatever the folder's case
     originals, copies = (_jpegs(data.folder / block) for block in ("original", "strong"))
     positive = original_of_copies(originals, copies).to(extractor.device)
     size = settings.size or extractor.model.image_size
@@ -104,33 +100,27 @@ def measure_copy_detection(
 
 # file names -> bool [num copies, num originals]
 def original_of_copies(originals: list[str], copies: list[str]) -> Tensor:
-    """Which original each copy was made of: the one whose name begins with the same four characters."""
+    """Which original belongs to each copy: the one whose name begins with the same four characters."""
     scenes = [file[:_SCENE_CHARACTERS] for file in originals]
     repeated = [scene for scene, number in Counter(scenes).items() if number > 1]
     if repeated:
-        raise DataError(
-            f"original holds several images of scene {repeated[0]} (by the first {_SCENE_CHARACTERS} characters); keep one"
-        )
+        raise DataError(f"original holds several images of scene {repeated[0]}..., by the first characters; keep one")
     column_of = {scene: column for column, scene in enumerate(scenes)}
     positive = torch.zeros(len(copies), len(originals), dtype=torch.bool)
     for row, file in enumerate(copies):
         scene = file[:_SCENE_CHARACTERS]
         if scene not in column_of:
-            raise DataError(
-                f"strong/{file} has no original: none begins with {scene}; complete the folder original of Copydays"
-            )
+            raise DataError(f"strong/{file} has no original that begins with {scene}; complete the folder original")
         positive[row, column_of[scene]] = True
     return positive
 
 
 def _jpegs(folder: Path) -> list[str]:
-    """Sorted names of the .jpg files that lie directly in the folder."""
+    """Sorted names of the .jpg files directly in the folder."""
     files = sorted(entry.name for entry in folder.glob("*.jpg") if not entry.name.startswith("."))
     if not files:
-        what = "holds no .jpg images" if folder.is_dir() else "is not there"
-        raise DataError(
-            f"{folder} {what}; expected the folders original and strong of Copydays in {folder.parent}, with files such as 200000.jpg"
-        )
+        problem = "holds no .jpg images" if folder.is_dir() else "does not exist"
+        raise DataError(f"{folder} {problem}; expected folders original and strong with files such as 200000.jpg")
     return files
 
 

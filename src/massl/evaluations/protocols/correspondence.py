@@ -1,6 +1,4 @@
-"""Sparse correspondence (iBOT, Zhou et al., 2022): is a patch recognised in another view of its image, or in another
-image of its class?
-"""
+"""Sparse correspondence (iBOT, Zhou et al., 2022): matching patches of two views of an image, or images of a class."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from massl.config import Settings
 from massl.data.evaluation.views import SquareView, whole_patches
 from massl.data.sources.base import ImageSource
 from massl.data.views import ViewSettings, draw_parameters, make_views
-from massl.evaluations.base import EvaluationData, ProtocolEntry, require_finite
+from massl.evaluations.base import EvaluationData, ProtocolEntry, labels_of_images, require_finite
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import EvaluationError, Measurement, Setting
 from massl.evaluations.protocols.attention import save_captions, save_picture
@@ -38,20 +36,15 @@ _SMALLEST_PICTURE = 160  # side in pixels below which a drawn view is enlarged
 
 
 class CorrespondenceSettings(Settings):
-    num_images: int = Field(
-        1000, gt=0, description="test images of which two views are matched (a keyed choice); all where there are fewer"
-    )
-    radii: tuple[int, ...] = Field(
-        (0, 1, 2), min_length=1, description="a match so many patches from the true one still counts; all reported"
-    )
+    num_images: int = Field(1000, gt=0, description="most test images whose views are matched, chosen by key")
+    radii: tuple[int, ...] = Field((0, 1, 2), min_length=1, description="largest errors in patches of a match")
     size: int | None = Field(None, gt=0, description="side of the views in pixels; default: that of the model's images")
     cosine: bool = Field(False, description="match by cosine instead of the published dot product")
-    num_points: int = Field(
-        12, gt=0, description="patches whose matches are drawn: those the class token attends to most"
-    )
+    num_points: int = Field(12, gt=0, description="drawn matches: those of the patches with the most attention")
     points_model: str = Field(
         "",
-        description="whose attention chooses the drawn patches; default: the model itself; published: DINO's ViT-B/8 for every model",
+        description="whose attention chooses the drawn patches; default: the model itself; published: DINO's ViT-B/8 "
+        "for every model",
     )
     num_figures: int = Field(8, ge=0, description="pairs that are drawn, of each kind")
     seed: int = Field(1, description="decides images, views and pairs")
@@ -59,9 +52,9 @@ class CorrespondenceSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PairBatch:
-    """Pairs of views and which patch of the second each patch of the first was taken for."""
+    """Pairs of views, and the patch of the second that matches each patch of the first."""
 
-    indices: Tensor  # [B, 2] numbers of the images in the source
+    indices: Tensor  # [B, 2] of the images in the source
     first: Tensor  # [B, 3, S, S], normalised
     second: Tensor  # [B, 3, S, S]
     matches: Tensor  # [B, g * g] int64 on the CPU
@@ -81,9 +74,7 @@ def correspondence_size(model: LoadedModel, size: int | None, *, option: str) ->
 def instance_pairs(
     extractor: Extractor, source: ImageSource, indices: Tensor, *, size: int, seed: int, cosine: bool = False
 ) -> Iterator[PairBatch]:
-    """Two random views of each image: crops of 40 to 100 % of its area, mirrored and coloured as in training, never
-    blurred.
-    """
+    """Two random views of each image: crops of 40 to 100 % of the area, flip and jitter as in training, no blur."""
     model = extractor.model
     settings = _view_settings(size, model)
     grid = size // require_patches(model.backbone, purpose="correspondence")
@@ -122,7 +113,7 @@ def _view_settings(size: int, model: LoadedModel) -> ViewSettings:
 def class_pairs(
     extractor: Extractor, source: ImageSource, pairs: Tensor, *, size: int, cosine: bool = False
 ) -> Iterator[PairBatch]:
-    """The pairs [P, 2] of images, each pressed into a square."""
+    """Matches of the pairs [P, 2] of images, each resized to a square."""
     grid = size // require_patches(extractor.model.backbone, purpose="correspondence")
     chunks = list(torch.split(pairs.flatten(), 2 * max(1, extractor.settings.batch_size // 2)))
     for batch in extractor.views(source, chunks, view=SquareView(size=size, filter="bilinear")):
@@ -134,7 +125,7 @@ def class_pairs(
 
 # [N], -1: none -> [P, 2], P <= num_pairs
 def same_class_pairs(labels: Tensor, *, num_pairs: int, key: Sequence[Key]) -> Tensor:
-    """Random pairs of different images of one class; each image is in one pair at most."""
+    """Random pairs of different images of one class; each image is in at most one pair."""
     order = keyed_random.permutation(len(labels), *key, "image")
     order = order[labels[order] >= 0]
     order = order[labels[order].argsort(stable=True)]
@@ -150,7 +141,7 @@ def same_class_pairs(labels: Tensor, *, num_pairs: int, key: Sequence[Key]) -> T
 def _matches(extractor: Extractor, first: Tensor, second: Tensor, *, cosine: bool, name: str) -> Tensor:
     tokens = []
     for views in (first, second):
-        with torch.autocast(views.device.type, dtype=torch.bfloat16, enabled=extractor.settings.precision == "bf16"):
+        with extractor.inference():
             patches = extractor.model.backbone(views).patches
         require_finite(patches, name=name)
         tokens.append(patches.float())
@@ -158,12 +149,12 @@ def _matches(extractor: Extractor, first: Tensor, second: Tensor, *, cosine: boo
 
 
 def open_points_model(extractor: Extractor, name: str) -> LoadedModel:
-    """The model whose attention chooses the patches that are drawn: the one named, or the one under test."""
+    """The model whose attention chooses the drawn patches: the named one, or the one under test."""
     if not name:
         if not has_class_token(extractor.model.backbone):
             raise UnsuitableModel(
-                f"the drawn patches are chosen by the attention of a class token, which {extractor.model.name} does not have; name another "
-                "model that chooses them with points_model, or leave the figures out with num_figures 0"
+                f"{extractor.model.name} has no class token, whose attention would choose the drawn patches; name "
+                "another model with points_model, or leave the figures out with num_figures 0"
             )
         return extractor.model
     model = open_model(name)
@@ -175,9 +166,7 @@ def open_points_model(extractor: Extractor, name: str) -> LoadedModel:
 def pair_pictures(
     batch: PairBatch, *, model: LoadedModel, points_model: LoadedModel, num_points: int, gap: int = 0
 ) -> list[Tensor]:  # -> uint8 [zoom * S, 2 * zoom * S + gap, 3] each
-    """Both views of each pair side by side, with red lines from the most attended patches of the first to their
-    matches.
-    """
+    """Both views of each pair side by side; red lines join the most attended patches of the first to their matches."""
     size = batch.first.shape[2]
     patch = require_patches(points_model.backbone, purpose="choosing points")
     whole_patches(size, patch, option=f"{points_model.name}, which chooses the drawn patches, would see views of")
@@ -195,7 +184,7 @@ def pair_pictures(
 
 
 def describe_pairs(batch: PairBatch, source: ImageSource) -> list[dict[str, object]]:
-    """What each pair shows, in words and numbers."""
+    """Captions of the pairs."""
     keys = [[source.key_of(index) for index in pair] for pair in batch.indices.tolist()]
     if batch.overlap is None or batch.truth is None:
         return [{"kind": "class", "images": pair} for pair in keys]
@@ -210,13 +199,11 @@ def describe_pairs(batch: PairBatch, source: ImageSource) -> list[dict[str, obje
 def pairs_to_draw(
     extractor: Extractor, source: ImageSource, settings: CorrespondenceSettings, *, size: int
 ) -> Iterator[PairBatch]:
-    """The first instance pairs of the measurement, then, where there are labels, as many class pairs."""
+    """The first instance pairs of the measurement, then, if there are labels, as many class pairs."""
     chosen = _chosen_images(source, settings)[: settings.num_figures]
     yield from instance_pairs(extractor, source, chosen, size=size, seed=settings.seed, cosine=settings.cosine)
     if source.class_names is not None:
-        labels = torch.tensor(
-            [-1 if (label := source.label_of(index)) is None else label for index in range(len(source))]
-        )
+        labels = labels_of_images(source)
         pairs = same_class_pairs(labels, num_pairs=settings.num_figures, key=(settings.seed, "class pairs"))
         if len(pairs):
             yield from class_pairs(extractor, source, pairs, size=size, cosine=settings.cosine)
@@ -229,11 +216,10 @@ def _chosen_images(source: ImageSource, settings: CorrespondenceSettings) -> Ten
 def measure_correspondence(
     extractor: Extractor, data: EvaluationData, settings: CorrespondenceSettings
 ) -> Iterator[Measurement]:
-    """How often a patch is matched within R patches of where it really is in another view; figures go to
-    `output`/correspondence.
+    """Share of patches matched within R patches of the truth in another view; figures go to `output`/correspondence.
 
-    Each image counts alike; the published script averages over batches of two, in which the larger overlap counts more.
-    Images whose views do not overlap are left out. "chance" is what random matches would reach.
+    Each image has equal weight; in the published script, which averages over batches of two, larger overlaps count
+    more. Images whose views do not overlap are left out. "chance" is the share for random matches.
     """
     assert data.test is not None
     size = correspondence_size(extractor.model, settings.size, option="--correspondence.size")
@@ -244,24 +230,16 @@ def measure_correspondence(
     names = ("cosine" if settings.cosine else "dot product", "chance")
     for name, percents in zip(names, (100 * shares.mean(dim=0)).tolist(), strict=True):
         for radius, value in zip(settings.radii, percents, strict=True):
-            yield Measurement(
-                data=data.name,
-                setting=Setting(name="instance", remarks=(name,)),
-                metric=f"matched within R={radius}",
-                value=value,
-                num_samples=len(shares),
-            )
+            setting, metric = Setting(name="instance", remarks=(name,)), f"matched within R={radius}"
+            yield Measurement(data=data.name, setting=setting, metric=metric, value=value, num_samples=len(shares))
 
 
 # -> [images, 2, radii]
 def _shares(extractor: Extractor, source: ImageSource, settings: CorrespondenceSettings, *, size: int) -> Tensor:
-    """For each image whose views overlap and each radius: the share of patches that are matched, and the one expected
-    by chance.
-    """
+    """For each image whose views overlap, and each radius: the share of matched patches, and the share by chance."""
     shares = []
-    for batch in instance_pairs(
-        extractor, source, _chosen_images(source, settings), size=size, seed=settings.seed, cosine=settings.cosine
-    ):
+    chosen = _chosen_images(source, settings)
+    for batch in instance_pairs(extractor, source, chosen, size=size, seed=settings.seed, cosine=settings.cosine):
         assert batch.overlap is not None
         assert batch.truth is not None
         found, chance = [], []
@@ -294,9 +272,8 @@ def _save_figures(
             num_of_kind = sum(caption["kind"] == description["kind"] for caption in captions)
             captions.append({"file": f"{description['kind']}_{num_of_kind:03d}.png", **description})
             save_picture(folder / str(captions[-1]["file"]), picture)
-    save_captions(
-        folder, captions, model=extractor.model.name, size=size, points_chosen_by_attention_of=points_model.name
-    )
+    points_from = points_model.name
+    save_captions(folder, captions, model=extractor.model.name, size=size, points_chosen_by_attention_of=points_from)
 
 
 PROTOCOL = ProtocolEntry(

@@ -1,7 +1,8 @@
-"""Video object segmentation on DAVIS-2017 (Pont-Tuset et al., 2017) without training, as DINO runs it: the mask of the
-first frame is carried on by the similarity of patch tokens.
+"""Video object segmentation on DAVIS-2017 (Pont-Tuset et al., 2017), as in DINO: similarities of patch tokens propagate
+the mask of the first frame, without training.
 
-Images are normalised as the model's are; DINO's script divides red by 0.228 instead of 0.229, which no score shows.
+Frames are normalised as the model demands; DINO's script divides red by 0.228 instead of 0.229, with no effect on
+scores.
 """
 
 from collections import deque
@@ -19,7 +20,7 @@ from torch.nn.functional import interpolate, one_hot
 
 from massl import distributed
 from massl.config import Settings
-from massl.data.evaluation.views import whole_patches
+from massl.data.evaluation.views import picture_of, whole_patches
 from massl.data.sources.base import DataError
 from massl.data.sources.files import FileListSource
 from massl.evaluations.base import EvaluationData, ProtocolEntry, require_finite
@@ -37,29 +38,21 @@ from massl.ops.scoring.label_propagation import (
 
 _PUBLISHED_SHORT_SIDE, _PUBLISHED_MULTIPLE, _PUBLISHED_IMAGE_SIZE = 480, 64, 224
 _VOID: Final = 255  # in annotations: pixels that are not judged
-NAMES: Final = ("davis", "davis2017", "davis-2017")  # of folders: the data are then called DAVIS-2017
+NAMES: Final = ("davis", "davis2017", "davis-2017")  # folders called DAVIS-2017 in results
 
 
 class DavisSettings(Settings):
-    short_side: int | None = Field(
-        None,
-        gt=0,
-        description="shorter side of the frames in pixels; default: 480 for a model of 224 px, others in proportion",
-    )
+    short_side: int | None = Field(None, gt=0, description="of the frames in pixels; default: 480 * image size / 224")
     num_context: int = Field(7, ge=0, description="preceding frames that labels are taken from, besides the first")
     radius: int = Field(12, gt=0, description="labels come from at most so many patches away")
     num_neighbours: int = Field(5, gt=0, description="patches whose labels are averaged")
     temperature: float = Field(0.1, gt=0, description="a patch at cosine s weighs exp(s / temperature)")
-    save_masks: bool = Field(
-        False, description="leave the masks as PNG files in OUTPUT/davis, for the benchmark's own program"
-    )
+    save_masks: bool = Field(False, description="save PNG masks in OUTPUT/davis, for the benchmark's own program")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameView:
-    """Shorter side to `short_side`, the longer in proportion but a whole multiple: bilinear without antialias, as
-    OpenCV resizes.
-    """
+    """Shorter side to `short_side`, the longer to a multiple; bilinear without antialias, as OpenCV resizes."""
 
     short_side: int
     multiple: int
@@ -69,11 +62,7 @@ class FrameView:
         return (longer, self.short_side) if height > width else (self.short_side, longer)
 
     def apply(self, images: RaggedImages, indices: Tensor) -> list[Tensor]:
-        places = zip(images.offsets.tolist(), images.sizes.tolist(), strict=True)
-        frames = [
-            images.pixels[begin : begin + 3 * height * width].view(1, 3, height, width)
-            for begin, (height, width) in places
-        ]
+        frames = [picture_of(images, number)[None] for number in range(len(images))]
         if len({frame.shape for frame in frames}) == 1:
             return [self._resized(torch.cat(frames))]
         return [self._resized(frame) for frame in frames]
@@ -85,7 +74,7 @@ class FrameView:
 
 @dataclass(frozen=True, kw_only=True)
 class Video:
-    """Frames and annotations that bear the same names, below the root of DAVIS."""
+    """Frames and annotations of the same names below the root of DAVIS."""
 
     name: str
     root: Path
@@ -93,9 +82,8 @@ class Video:
 
     @property
     def images(self) -> FileListSource:
-        return FileListSource(
-            self.root / "JPEGImages" / "480p" / self.name, [f"{frame}.jpg" for frame in self.frames], name=self.name
-        )
+        folder = self.root / "JPEGImages" / "480p" / self.name
+        return FileListSource(folder, [f"{frame}.jpg" for frame in self.frames], name=self.name)
 
     def annotation(self, frame: str) -> Image.Image:
         path = self.root / "Annotations" / "480p" / self.name / f"{frame}.png"
@@ -103,13 +91,9 @@ class Video:
             with Image.open(path) as picture:
                 picture.load()
         except (OSError, UnidentifiedImageError) as error:
-            raise DataError(
-                f"{path} cannot be read ({error}); every frame has an annotation: unpack DAVIS-2017 again"
-            ) from None
+            raise DataError(f"{path} cannot be read ({error}); unpack DAVIS-2017 again") from None
         if picture.mode not in ("P", "L"):
-            raise DataError(
-                f"{path} is of mode {picture.mode}; expected the numbers of objects (P or L), as DAVIS has them"
-            )
+            raise DataError(f"{path} is of mode {picture.mode}; expected object numbers (P or L), as in DAVIS")
         return picture
 
     def objects(self, frame: str) -> Tensor:  # -> uint8 [H, W]
@@ -123,9 +107,8 @@ def measure_davis(extractor: Extractor, data: EvaluationData, settings: DavisSet
     name = "DAVIS-2017" if (data.name or data.folder.resolve().name).lower() in NAMES else data.name
     scores = []
     for number, video in enumerate(videos):
-        scores.append(
-            _score(video, follow(extractor, video, settings), output=data.output if settings.save_masks else None)
-        )
+        masks = follow(extractor, video, settings)
+        scores.append(_score(video, masks, output=data.output if settings.save_masks else None))
         extractor.progress(f"videos of {name}", number + 1, len(videos))
     regions, contours = (100.0 * torch.cat(scores).mean(dim=0)).tolist()
     num_objects = sum(map(len, scores))
@@ -139,7 +122,7 @@ def follow(extractor: Extractor, video: Video, settings: DavisSettings) -> Itera
     num_classes = _num_objects(first_mask, video) + 1
     patch = require_patches(extractor.model.backbone, purpose="video segmentation")
     first: tuple[Tensor, Tensor] | None = None
-    # of patch tokens [N, D] and their soft labels [N, C]
+    # patch tokens [N, D] and their soft labels [N, C]
     recent: deque[tuple[Tensor, Tensor]] = deque(maxlen=settings.num_context)
     for tokens, grid in _patch_tokens(extractor, video, _view(extractor, settings)):
         if first is None:
@@ -177,15 +160,12 @@ def _view(extractor: Extractor, settings: DavisSettings) -> FrameView:
 def _patch_tokens(extractor: Extractor, video: Video, view: FrameView) -> Iterator[tuple[Tensor, tuple[int, int]]]:
     """[N, D] float32 of each frame, and the grid's height and width."""
     images, patch = video.images, require_patches(extractor.model.backbone, purpose="video segmentation")
-    # Larger images than the model's own come in smaller batches, so that a batch holds about as many tokens as
-    # elsewhere.
-    batch_size = max(
-        1, int(extractor.settings.batch_size * min(1.0, (extractor.model.image_size / view.short_side) ** 2 / 2))
-    )
+    # Images larger than the model's own come in smaller batches, which hold about the same number of tokens.
+    share = min(1.0, (extractor.model.image_size / view.short_side) ** 2 / 2)
+    batch_size = max(1, int(extractor.settings.batch_size * share))
     for batch in extractor.views(images, list(torch.split(torch.arange(len(images)), batch_size)), view=view):
         for frames in batch.groups:
-            is_16_bit = extractor.settings.precision == "bf16"
-            with torch.inference_mode(), torch.autocast(frames.device.type, dtype=torch.bfloat16, enabled=is_16_bit):
+            with extractor.inference():
                 patches = last_layers(extractor.model.backbone, frames, num_layers=1)[0].patches
             assert patches is not None
             require_finite(patches, name=video.name)
@@ -194,7 +174,7 @@ def _patch_tokens(extractor: Extractor, video: Video, view: FrameView) -> Iterat
 
 
 def _score(video: Video, masks: Iterator[Tensor], *, output: Path | None) -> Tensor:  # -> [num objects, 2]: J and F
-    """Means over the frames between the first, whose mask is given, and the last, which the benchmark leaves out too."""
+    """Means over all frames but the first, whose mask is given, and the last, as in the benchmark."""
     given = video.annotation(video.frames[0])
     num_objects = _num_objects(video.objects(video.frames[0]), video)
     if output is not None:
@@ -207,9 +187,8 @@ def _score(video: Video, masks: Iterator[Tensor], *, output: Path | None) -> Ten
             continue
         truth = video.objects(frame).to(mask.device)
         if truth.shape != mask.shape:
-            raise DataError(
-                f"annotations of {video.name} differ in size: {tuple(truth.shape)} at {frame}, {tuple(mask.shape)} at first"
-            )
+            sizes = f"{tuple(truth.shape)} at {frame}, {tuple(mask.shape)} at first"
+            raise DataError(f"annotations of {video.name} differ in size: {sizes}")
         numbers = torch.arange(1, num_objects + 1, device=mask.device)[:, None, None]
         judged = truth != _VOID
         found, true = (mask == numbers) & judged, truth == numbers
@@ -234,26 +213,21 @@ def _save(path: Path, picture: Image.Image) -> None:
 def _num_objects(first_mask: Tensor, video: Video) -> int:
     num_objects = int(torch.where(first_mask == _VOID, 0, first_mask).amax())
     if num_objects == 0:
-        raise DataError(
-            f"the annotation of the first frame of {video.name} marks no object; there is nothing to follow"
-        )
+        raise DataError(f"the annotation of the first frame of {video.name} marks no object")
     return num_objects
 
 
 def _videos(root: Path) -> list[Video]:
     listed = root / "ImageSets" / "2017" / "val.txt"
     if not listed.is_file():
-        raise DataError(
-            f"{listed} is not there; expected the folder of DAVIS-2017 (trainval, 480p) with ImageSets, JPEGImages and Annotations"
-        )
+        expected = "expected the folder of DAVIS-2017 (trainval, 480p) with ImageSets, JPEGImages and Annotations"
+        raise DataError(f"{listed} does not exist; {expected}")
     videos = []
     for name in listed.read_text(encoding="utf-8").split():
         folder = root / "JPEGImages" / "480p" / name
         frames = tuple(sorted(file.stem for file in folder.glob("*.jpg")))
         if len(frames) < 3:
-            raise DataError(
-                f"{folder} holds {len(frames)} frames; a video of {listed} has at least 3: unpack DAVIS-2017 again"
-            )
+            raise DataError(f"{folder} holds {len(frames)} frames instead of at least 3; unpack DAVIS-2017 again")
         videos.append(Video(name=name, root=root, frames=frames))
     if not videos:
         raise DataError(f"{listed} names no video; unpack DAVIS-2017 again")

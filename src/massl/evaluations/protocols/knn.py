@@ -1,4 +1,4 @@
-"""Weighted k-NN classification (Wu et al., 2018), as DINO, iBOT and CARP run it."""
+"""Weighted k-NN classification (Wu et al., 2018), as in DINO, iBOT and CARP."""
 
 from collections.abc import Iterator
 
@@ -7,27 +7,23 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from massl.config import Settings
-from massl.evaluations.base import EvaluationData, ProtocolEntry, require_labels, require_same_classes
+from massl.evaluations.base import EvaluationData, ProtocolEntry, require_same_classes
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import Measurement, Setting
 from massl.ops.scoring.neighbours import cosine_topk, weighted_vote
 
-_MAX_SIMILARITIES = 1 << 28  # in work at once: 1 GiB; 209 queries against the 1.28 million images of ImageNet
+_MAX_SIMILARITIES = 1 << 28  # at once: 1 GiB, or 209 queries against the 1.28 million images of ImageNet
 
 
 class KnnSettings(Settings):
-    ks: tuple[PositiveInt, ...] = Field(
-        (10, 20, 100, 200), min_length=1, description="numbers of neighbours, all reported"
-    )
-    temperature: float = Field(
-        0.07, gt=0, description="a neighbour at similarity s votes with weight exp(s / temperature)"
-    )
+    ks: tuple[PositiveInt, ...] = Field((10, 20, 100, 200), min_length=1, description="numbers of neighbours")
+    temperature: float = Field(0.07, gt=0, description="neighbours vote with weight exp(similarity / temperature)")
 
 
 def knn_scores(
     train: Tensor, train_labels: Tensor, test: Tensor, *, num_classes: int, ks: tuple[int, ...], temperature: float
 ) -> dict[int, Tensor]:  # [M, D], [M], [Q, D] -> k -> [Q, num_classes]
-    """Class scores of the test rows for each k; a k beyond the number of training rows takes all of them."""
+    """Class scores of the test rows for each k; a larger k than the number of training rows takes all of them."""
     chunk_rows = min(4096, max(1, _MAX_SIMILARITIES // len(train)))
     similarities, indices = cosine_topk(test, train, num_neighbours=min(max(ks), len(train)), chunk_rows=chunk_rows)
     neighbour_labels = train_labels[indices]
@@ -38,9 +34,7 @@ def knn_scores(
 
 
 def top_accuracy(scores: Tensor, labels: Tensor, *, num_best: int) -> float:  # [Q, C], [Q] -> percent
-    """How often the label is among the `num_best` highest scores; of equal scores the lower class number comes first,
-    on every device.
-    """
+    """Percentage of labels among the `num_best` highest scores; of equal scores the lower class comes first."""
     own = scores.gather(1, labels[:, None])
     comes_first = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]
     num_before = ((scores > own) | ((scores == own) & comes_first)).sum(dim=1)
@@ -58,16 +52,12 @@ def settings_of_ks(ks: tuple[int, ...], *, num_train: int, name: str = "") -> di
 
 
 def measure_knn(extractor: Extractor, data: EvaluationData, settings: KnnSettings) -> Iterator[Measurement]:
-    """Top-1 and top-5 accuracy of the test images among the training images, for every k; and the best top-1, chosen on
-    the test images.
-    """
+    """Top-1 and top-5 accuracy for every k, and the best top-1, with k chosen on the test images."""
     assert data.train is not None
     assert data.test is not None
     num_classes = require_same_classes(data.train, data.test)
     view = extractor.centre_view()
     train, test = (extractor.features(source, view=view, feature="cls") for source in (data.train, data.test))
-    for features in (train, test):
-        require_labels(features)
     on_device = [tensor.to(extractor.device) for tensor in (train.rows, train.labels, test.rows)]
     by_k = settings_of_ks(settings.ks, num_train=len(train))
     scores = knn_scores(*on_device, num_classes=num_classes, ks=tuple(by_k), temperature=settings.temperature)
@@ -75,7 +65,7 @@ def measure_knn(extractor: Extractor, data: EvaluationData, settings: KnnSetting
     top1 = {k: top_accuracy(scores[k], labels, num_best=1) for k in by_k}
     for k, setting in by_k.items():
         yield Measurement(data=data.name, setting=setting, metric="top1", value=top1[k], num_samples=len(test))
-        # as CARP has it: one neighbour makes one guess, not five
+        # as in CARP: one neighbour makes one guess, not five
         top5 = top_accuracy(scores[k], labels, num_best=min(5, k, len(train)))
         yield Measurement(data=data.name, setting=setting, metric="top5", value=top5, num_samples=len(test))
     if len(by_k) > 1:

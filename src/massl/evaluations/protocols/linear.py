@@ -1,8 +1,7 @@
-"""Linear probe in the way of iBOT (Zhou et al., 2022): one linear classifier for each of 45 learning rates on frozen
-features.
+"""Linear probe as in iBOT (Zhou et al., 2022): one linear classifier per learning rate, 45 of them, on frozen features.
 
-The published number is the best over all rates and epochs on the test images themselves, so it is too good by what that
-choice gains. Beside it stand numbers whose rate, or rate and epoch, was chosen on images that are not test images.
+The published number is the best over all rates and epochs on the test images: too good by what that choice gains. Other
+numbers choose the rate, or rate and epoch, on images that are not test images.
 """
 
 import hashlib
@@ -21,16 +20,15 @@ from torch import Tensor
 from massl import distributed
 from massl.config import changed
 from massl.data.evaluation.subsets import split_off
-from massl.data.evaluation.views import RandomCropView
+from massl.data.evaluation.views import EvaluationView, RandomCropView
 from massl.data.sources.base import ImageSource
 from massl.data.sources.subset import SubsetSource
 from massl.evaluations.base import (
     EvaluationData,
     LabelledFeatures,
     ProtocolEntry,
-    labels_of_images,
-    require_labels,
     require_same_classes,
+    required_labels,
 )
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import EvaluationError, Measurement, Setting
@@ -55,20 +53,11 @@ _WIDEST_FOR_LAST4 = 384  # wider transformers are read as class token and mean p
 class LinearSettings(SweepSettings):
     crops: Literal["fresh", "cached", "centre"] = Field(
         "fresh",
-        description="training views. fresh: new random crops every epoch, as published; cached: a few random crops per image, extracted "
-        "once, so that minutes replace hours; centre: the evaluation view, extracted once",
+        description="training views. fresh: new random crops every epoch, as published; cached: a few random crops per "
+        "image, extracted once, so that minutes replace hours; centre: the evaluation view, extracted once",
     )
-    num_cached_crops: int = Field(
-        4,
-        gt=0,
-        description="crops per image where they are cached; all are held in memory, 7.9 GB each for ImageNet in every process",
-    )
-    held_out: float = Field(
-        0.05,
-        ge=0,
-        lt=1,
-        description="share of the training images, at most 50,000, on which a rate is chosen honestly; 0: no such number",
-    )
+    num_cached_crops: int = Field(4, gt=0, description="crops per image if cached; ImageNet needs 7.9 GB for each")
+    held_out: float = Field(0.05, ge=0, lt=1, description="share of the training images for choosing a rate; 0: none")
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -80,7 +69,7 @@ class LinearSettings(SweepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearProbe:
-    """What all trainings of one evaluation share."""
+    """Features and settings shared by all trainings of one evaluation."""
 
     extractor: Extractor
     settings: LinearSettings
@@ -93,7 +82,7 @@ class LinearProbe:
 
     @property
     def allow_tf32(self) -> bool:
-        """Whether heads may be computed with narrow operands: where the features were."""
+        """Heads use TF32 if the features are bfloat16."""
         return self.extractor.settings.precision == "bf16"
 
     @property
@@ -108,7 +97,7 @@ class LinearProbe:
 
 
 def usual_feature(extractor: Extractor) -> str:
-    """The feature iBOT probes: of four blocks for a ViT-S, of the last one for wider transformers."""
+    """The feature that iBOT probes: of four blocks for a ViT-S, of the last one for wider transformers."""
     return "cls_last4" if extractor.model.backbone.dim <= _WIDEST_FOR_LAST4 else "cls_mean"
 
 
@@ -122,14 +111,12 @@ def prepare_probe(extractor: Extractor, data: EvaluationData, settings: LinearSe
     if data.validation is not None:
         require_same_classes(data.train, data.validation)
         validation = held_out_images(extractor, data.validation, feature=feature, excluded=None)
-    test = extractor.features(data.test, view=extractor.centre_view(), feature=feature)
-    require_labels(test)
     return LinearProbe(
         extractor=extractor,
         settings=settings,
         feature=feature,
         num_classes=num_classes,
-        test=test,
+        test=extractor.features(data.test, view=extractor.centre_view(), feature=feature),
         test_key=extractor.cache_key(data.test, extractor.centre_view(), feature),
         validation=validation,
         output=data.output,
@@ -137,15 +124,14 @@ def prepare_probe(extractor: Extractor, data: EvaluationData, settings: LinearSe
 
 
 def held_out_images(extractor: Extractor, source: ImageSource, *, feature: str, excluded: Tensor | None) -> HeldOut:
-    """Features of images by which a rate is chosen."""
+    """Features of images for choosing a rate."""
     view = extractor.centre_view()
     features = extractor.features(source, view=view, feature=feature)
-    require_labels(features)
     return HeldOut(features=features, excluded=excluded, key=extractor.cache_key(source, view, feature))
 
 
 def held_out_of(probe: LinearProbe, train: ImageSource) -> HeldOut | None:
-    """The validation images where there are some, else some of the training images; None where none are asked for."""
+    """The validation images, or else some of the training images; None if `held_out` is 0."""
     fraction = min(probe.settings.held_out, MAX_HELD_OUT / len(train))
     if probe.validation is not None or round(fraction * len(train)) == 0:
         return probe.validation
@@ -157,19 +143,17 @@ def held_out_of(probe: LinearProbe, train: ImageSource) -> HeldOut | None:
 
 
 def train_heads(probe: LinearProbe, train: ImageSource, *, held_out: HeldOut | None) -> TrainedHeads:
-    """Train one head for each rate on the images of `train`; a training that was stopped continues.
+    """Train one head per rate on the images of `train`; a stopped training continues.
 
-    What it gives is kept in its file until `forget`, so that a protocol of many trainings does not repeat the finished
-    ones.
+    The outcome stays in its file until `forget`, so that a protocol of many trainings does not repeat finished ones.
     """
-    extractor, settings = probe.extractor, probe.settings
-    training = _training_rows(probe, train)
+    extractor = probe.extractor
     sweep = Sweep(
-        training,
+        _training_rows(probe, train),
         test=probe.test,
         held_out=held_out,
         num_classes=probe.num_classes,
-        settings=settings,
+        settings=probe.settings,
         device=extractor.device,
         allow_tf32=probe.allow_tf32,
         file=probe.output / f"linear_{_training_key(probe, train, held_out)}.safetensors",
@@ -178,35 +162,22 @@ def train_heads(probe: LinearProbe, train: ImageSource, *, held_out: HeldOut | N
 
 
 def forget(trained: Iterable[TrainedHeads]) -> None:
-    """Remove the files of trainings that are no longer needed."""
+    """Delete the files of trainings."""
     if distributed.is_main():
         for heads in trained:
             heads.file.unlink(missing_ok=True)
 
 
-def labels_of(source: ImageSource) -> Tensor:  # -> [N] int64 on the CPU
-    """The labels of all images, without reading them; an image that has none is refused."""
-    labels = labels_of_images(source)
-    require_labels(LabelledFeatures(rows=torch.empty(len(source), 0), labels=labels, name=source.name))
-    return labels
-
-
 def _training_rows(probe: LinearProbe, train: ImageSource) -> TrainingRows:
     extractor, settings, feature = probe.extractor, probe.settings, probe.feature
     if settings.crops == "fresh":
-        return FreshCrops(
-            extractor=extractor, source=train, labels=labels_of(train), feature=feature, seed=settings.seed
-        )
-    if settings.crops == "centre":
-        crops = [extractor.features(train, view=extractor.centre_view(), feature=feature)]
-    else:
-        num_crops = min(settings.num_cached_crops, settings.epochs)
-        views = [
-            RandomCropView(size=extractor.model.image_size, seed=settings.seed, epoch=number)
-            for number in range(num_crops)
-        ]
-        crops = [extractor.features(train, view=view, feature=feature) for view in views]
-    require_labels(crops[0])
+        labels = required_labels(train)
+        return FreshCrops(extractor=extractor, source=train, labels=labels, feature=feature, seed=settings.seed)
+    views: list[EvaluationView] = [extractor.centre_view()]
+    if settings.crops == "cached":
+        size, num_crops = extractor.model.image_size, min(settings.num_cached_crops, settings.epochs)
+        views = [RandomCropView(size=size, seed=settings.seed, epoch=number) for number in range(num_crops)]
+    crops = [extractor.features(train, view=view, feature=feature) for view in views]
     return kept_crops(crops, device=extractor.device)
 
 
@@ -225,9 +196,7 @@ def _training_key(probe: LinearProbe, train: ImageSource, held_out: HeldOut | No
 
 
 def measure_linear(extractor: Extractor, data: EvaluationData, settings: LinearSettings) -> Iterator[Measurement]:
-    """Top-1 accuracy on the test images by each way of choosing a head; leaves the published head and all curves in the
-    output folder.
-    """
+    """Top-1 accuracy by each way of choosing a head; saves the published head and all curves in the output folder."""
     assert data.train is not None
     probe = prepare_probe(extractor, data, settings)
     trained = train_heads(probe, data.train, held_out=held_out_of(probe, data.train))
@@ -241,9 +210,7 @@ def measure_linear(extractor: Extractor, data: EvaluationData, settings: LinearS
 
 
 def write_curves(path: Path, trained: TrainedHeads) -> None:
-    """All accuracies in percent, an inner list for each epoch with one number for each base rate, and which heads were
-    chosen.
-    """
+    """Accuracies in percent (one inner list per epoch, one number per base rate) and the chosen heads, as JSON."""
     curves = {
         "base_rates": trained.base_rates,
         "test_top1": trained.test_top1.tolist(),
@@ -258,7 +225,7 @@ def write_curves(path: Path, trained: TrainedHeads) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedHead:
-    """A classifier, and what it must be used with."""
+    """A classifier, and the features it was trained on."""
 
     weights: Tensor  # [C, D]
     bias: Tensor  # [C]
@@ -270,7 +237,7 @@ class SavedHead:
 
 
 def save_head(path: Path, trained: TrainedHeads, probe: LinearProbe, *, class_names: tuple[str, ...]) -> None:
-    """The head of the published number, as safetensors; the metadata says how it came about."""
+    """The head of the published number as safetensors, with its origin as metadata."""
     head, model = trained.chosen[PUBLISHED], probe.extractor.model
     remarks = (*changed(probe.settings, besides=("seed", "held_out")), *probe.feature_remarks)
     metadata = {
@@ -289,10 +256,10 @@ def save_head(path: Path, trained: TrainedHeads, probe: LinearProbe, *, class_na
 
 
 def load_head(path: Path) -> SavedHead:
-    """A head that a linear probe has left."""
+    """A head saved by a linear probe."""
     if not path.is_file():
         raise EvaluationError(
-            f"there is no linear head at {path}; run the linear protocol first, which leaves {HEAD_FILE}"
+            f"there is no linear head at {path}; the linear protocol writes {HEAD_FILE}: run it first"
         )
     try:
         with safe_open(path, framework="pt") as file:
@@ -308,9 +275,8 @@ def load_head(path: Path) -> SavedHead:
             remarks=tuple(metadata["remark"].split(", ")[1:]),  # ", epochs 10" or ""
         )
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise EvaluationError(
-            f"{path} is no linear head of massl's ({error}); the linear protocol writes {HEAD_FILE}"
-        ) from None
+        problem = f"{path} is no linear head of massl ({error})"
+        raise EvaluationError(f"{problem}; the linear protocol writes {HEAD_FILE}") from None
 
 
 PROTOCOL = ProtocolEntry(

@@ -1,6 +1,4 @@
-"""Training a sweep of linear heads: epochs over features, what is remembered of them, and how a stopped sweep
-continues.
-"""
+"""Training a sweep of linear heads, one per learning rate, and resuming a stopped sweep."""
 
 import json
 import math
@@ -32,10 +30,10 @@ HONEST = "rate chosen on held-out images"
 LAST_EPOCH = "last epoch, best over rates"
 HONEST_LAST_EPOCH = "last epoch, rate chosen on held-out images"
 
-_RATE_UNIT = 256  # base rates are for batches of this size
-_INITIAL_SPREAD = 0.01
+_RATE_UNIT = 256  # batch size of the base rates
+_INITIAL_DEVIATION = 0.01
 _SECONDS_BETWEEN_SAVES = 60.0
-_MAX_DEVICE_BYTES = 4 << 30  # features kept beyond this stay in main memory, and go to the device batch by batch
+_MAX_DEVICE_BYTES = 4 << 30  # more features than this stay in main memory and go to the device in batches
 
 
 class SweepSettings(Settings):
@@ -59,7 +57,7 @@ class SweepSettings(Settings):
 
 
 class TrainingRows(Protocol):
-    """Features of the training images, which may be others in each epoch."""
+    """Features of the training images, possibly of other crops in each epoch."""
 
     @property
     def name(self) -> str: ...
@@ -68,15 +66,13 @@ class TrainingRows(Protocol):
     def labels(self) -> Tensor: ...  # [N] on the CPU
 
     def batches(self, epoch: int, batches: list[Tensor]) -> Iterator[Tensor]:
-        """Features [B, D], on the device, of each batch of image numbers."""
+        """Features [B, D] on the device, for each batch of image indices."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreshCrops:
-    """A new random crop of every image in every epoch, through the backbone. Processes share each batch, and all
-    receive all of it.
-    """
+    """A new random crop of every image in every epoch. Processes share each batch, and each receives all features."""
 
     extractor: Extractor
     source: ImageSource
@@ -94,22 +90,21 @@ class FreshCrops:
         stream = self.extractor.views(self.source, [part for share in shares for part in share], view=view)
         for batch, share in zip(batches, shares, strict=True):
             with self.extractor.failing_together():
-                rows = torch.cat(
-                    [self.extractor.read(viewed.groups, self.feature) for viewed in islice(stream, len(share))]
-                )
+                parts = [self.extractor.read(part.groups, self.feature) for part in islice(stream, len(share))]
+                rows = torch.cat(parts)
             yield distributed.gather_rows(rows)[: len(batch)]
-        assert next(stream, None) is None  # asking beyond the last batch also ends the stream's workers
+        assert next(stream, None) is None  # asking beyond the last batch also stops the workers
 
     @staticmethod
     def _share(batch: Tensor) -> Tensor:
         size = -(-len(batch) // distributed.world_size())
-        # equal shares: the last ones may repeat images
+        # equal shares: the last may repeat images
         return batch[(distributed.rank() * size + torch.arange(size)) % len(batch)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptCrops:
-    """Features extracted once, of one or several crops of every image; epochs take them in turn."""
+    """Features of one or several crops of every image, extracted once; epochs take them in turn."""
 
     crops: list[Tensor]  # each [N, D]
     labels: Tensor  # [N]
@@ -123,7 +118,7 @@ class KeptCrops:
 
 
 def kept_crops(crops: list[LabelledFeatures], *, device: torch.device) -> KeptCrops:
-    """The crops, on the device if they are small."""
+    """The crops, on the device if small enough."""
     num_bytes = sum(crop.rows.nbytes for crop in crops)
     rows = [crop.rows.to(device) if num_bytes <= _MAX_DEVICE_BYTES else crop.rows for crop in crops]
     return KeptCrops(crops=rows, labels=crops[0].labels, name=crops[0].name, device=device)
@@ -131,16 +126,15 @@ def kept_crops(crops: list[LabelledFeatures], *, device: torch.device) -> KeptCr
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Images by which rate and epoch are chosen, in the evaluation view.
+    """Images for choosing rate and epoch, in the evaluation view.
 
-    Where they are some of the training images, each rate gets a second head, which learns without them and speaks for
-    the first: the rate and the epoch at which the second head is best on the held-out images are those of the first
-    head that is reported.
+    If they are training images, each rate gets a second head, which learns without them: the rate and the epoch at
+    which it is best on the held-out images choose the first head that is reported.
     """
 
     features: LabelledFeatures
-    excluded: Tensor | None  # [N] bool: which training images they are; None: none
-    key: str  # digest of what decides the features
+    excluded: Tensor | None  # [N] bool: training images that are held out; None: none
+    key: str  # digest of all that decides the features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,16 +147,16 @@ class ChosenHead:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedHeads:
-    """Curves of a sweep, and the heads chosen from it."""
+    """Accuracy curves of a sweep, and its chosen heads."""
 
     base_rates: tuple[float, ...]
     test_top1: Tensor  # [epochs, rates] float64, percent
     held_out_top1: Tensor | None  # [epochs, rates]
-    chosen: dict[str, ChosenHead]  # by PUBLISHED and, where images were held out, by HONEST
-    file: Path  # where it is kept until its protocol is done
+    chosen: dict[str, ChosenHead]  # by PUBLISHED and, if images were held out, HONEST
+    file: Path  # where it stays until its protocol is done
 
     def top1(self) -> dict[str, float]:
-        """Test accuracy by each way of choosing a head: the first two choose on the test images themselves."""
+        """Test accuracy by each way of choosing a head; the first two choose on the test images."""
         values = {PUBLISHED: float(self.test_top1.max()), LAST_EPOCH: float(self.test_top1[-1].max())}
         if self.held_out_top1 is not None:
             honest = self.chosen[HONEST]
@@ -175,7 +169,7 @@ Progress = Callable[[int, int], None]  # (images done, images in all epochs)
 
 
 class Sweep:
-    """A sweep under way. `run` changes it, epoch by epoch, and keeps it in a file from which it continues bit for bit."""
+    """A sweep in progress. `run` trains it and saves it to a file, from which it continues with identical results."""
 
     def __init__(
         self,
@@ -189,28 +183,23 @@ class Sweep:
         allow_tf32: bool,
         file: Path,
     ) -> None:
-        self._training, self._settings, self._device, self._allow_tf32, self._file = (
-            training,
-            settings,
-            device,
-            allow_tf32,
-            file,
-        )
+        self._training, self._settings, self._file = training, settings, file
+        self._device, self._allow_tf32 = device, allow_tf32
         self._test = (test.rows.to(device), test.labels.to(device))
-        self._held_out = (
-            None if held_out is None else (held_out.features.rows.to(device), held_out.features.labels.to(device))
-        )
+        self._held_out, self._kept = None, None
+        if held_out is not None:
+            self._held_out = (held_out.features.rows.to(device), held_out.features.labels.to(device))
+            self._kept = None if held_out.excluded is None else ~held_out.excluded.to(device)  # [N]
         self._labels = training.labels.to(device)
-        self._kept = None if held_out is None or held_out.excluded is None else ~held_out.excluded.to(device)  # [N]
         self._shape = (num_classes, test.rows.shape[1])
-        # Correct images [epochs so far, rates] on the CPU, the heads chosen so far.
+        # correctly classified images, [epochs so far, rates] on the CPU
         self._test_correct = torch.zeros(0, len(settings.base_rates), dtype=torch.int64)
         self._held_out_correct = torch.zeros_like(self._test_correct)
         self._chosen: dict[str, ChosenHead] = {}
         self._heads: LinearHeads | None = None  # none in a finished sweep
 
     def run(self, progress: Progress) -> TrainedHeads:
-        """Train from where the file stands, or from the beginning."""
+        """Train from the state of the file, or from the beginning."""
         self._restore()
         distributed.barrier()  # nobody writes the file before all have read it
         saved_at = time.monotonic()
@@ -225,30 +214,26 @@ class Sweep:
             elif time.monotonic() - saved_at >= _SECONDS_BETWEEN_SAVES:
                 self._save()
                 saved_at = time.monotonic()
+        held_out_top1 = None
+        if self._held_out is not None:
+            held_out_top1 = 100.0 * self._held_out_correct.double() / len(self._held_out[1])
         return TrainedHeads(
             base_rates=self._settings.base_rates,
             test_top1=100.0 * self._test_correct.double() / len(self._test[1]),
-            held_out_top1=None
-            if self._held_out is None
-            else 100.0 * self._held_out_correct.double() / len(self._held_out[1]),
+            held_out_top1=held_out_top1,
             chosen=self._chosen,
             file=self._file,
         )
 
     def _initial_heads(self) -> LinearHeads:
-        """Normal weights of spread 0.01; where images are held out, the second head of a rate starts as the first."""
-        num_classes, dim = self._shape
-        classes, columns = (
-            torch.arange(num_classes, device=self._device)[:, None],
-            torch.arange(dim, device=self._device),
-        )
-        num_rates = len(self._settings.base_rates)
+        """Normal weights with deviation 0.01; the second head of a rate starts as the first."""
+        classes, columns = (torch.arange(size, device=self._device) for size in self._shape)
         drawn = [
-            keyed_random.normal(self._settings.seed, "linear head", number, classes, columns)
-            for number in range(num_rates)
+            keyed_random.normal(self._settings.seed, "linear head", number, classes[:, None], columns)
+            for number in range(len(self._settings.base_rates))
         ]
         weights = torch.stack(drawn * (1 if self._kept is None else 2))
-        return new_heads(weights.mul_(_INITIAL_SPREAD))
+        return new_heads(weights.mul_(_INITIAL_DEVIATION))
 
     def _train_epoch(self, heads: LinearHeads, epoch: int, progress: Progress) -> None:
         settings, num_images = self._settings, len(self._labels)
@@ -264,14 +249,9 @@ class Sweep:
         rows = self._training.batches(epoch, list(torch.split(order, settings.batch_size)))
         num_done = epoch * num_images
         for number, (batch_rows, batch_labels) in enumerate(zip(rows, labels, strict=True)):
+            kept_by_heads = None if kept is None else self._kept_by_heads(kept[number])
             with matrix_products(allow_tf32=self._allow_tf32):
-                sgd_step_(
-                    heads,
-                    batch_rows,
-                    batch_labels,
-                    rates=rates,
-                    kept=None if kept is None else self._kept_by_heads(kept[number]),
-                )
+                sgd_step_(heads, batch_rows, batch_labels, rates=rates, kept=kept_by_heads)
             num_done += len(batch_labels)
             progress(num_done, settings.epochs * num_images)
 
@@ -281,13 +261,11 @@ class Sweep:
         return torch.cat([torch.ones_like(per_rate), per_rate], dim=1)
 
     def _measure(self, heads: LinearHeads, epoch: int) -> None:
-        """Add the epoch to the curves; copy heads that are better than all before. Of equal ones the earliest, then the
-        slowest stays.
-        """
+        """Add the epoch to the curves and copy new best heads; ties keep the earliest epoch, then the lowest rate."""
         if not bool(heads.biases.isfinite().all(dim=1).any()):
             raise EvaluationError(
-                f"all linear heads on {self._training.name} have overflowed in epoch {epoch + 1}: features are not finite, or all of "
-                "base_rates are too large"
+                f"all linear heads on {self._training.name} have overflowed in epoch {epoch + 1}: the features are not "
+                "finite, or all base_rates are too large"
             )
         num_rates = len(self._settings.base_rates)
         correct = count_correct(heads.weights[:num_rates], heads.biases[:num_rates], *self._test).cpu()
@@ -321,7 +299,7 @@ class Sweep:
             safetensors.torch.save_file(tensors, partial, metadata={"chosen": json.dumps(chosen)})
 
     def _restore(self) -> None:
-        # missing for one process: all start anew
+        # missing for one process: all start from the beginning
         if distributed.largest_over_ranks(int(not self._file.is_file()), self._device):
             return
         try:
@@ -329,9 +307,7 @@ class Sweep:
                 chosen = json.loads(file.metadata()["chosen"])
             tensors = safetensors.torch.load_file(self._file)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise EvaluationError(
-                f"{self._file} is damaged ({error}); delete it, and the heads will be trained anew"
-            ) from None
+            raise EvaluationError(f"{self._file} is damaged ({error}); delete it to train the heads again") from None
         self._test_correct, self._held_out_correct = tensors.pop("test_correct"), tensors.pop("held_out_correct")
         for selection, (rate_index, epoch) in chosen.items():
             weights, bias = tensors.pop(f"{selection}.weights"), tensors.pop(f"{selection}.bias")

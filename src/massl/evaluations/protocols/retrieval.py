@@ -1,8 +1,8 @@
-"""Retrieval of landmarks in the revisited Oxford and Paris sets (Radenović et al., 2018), as DINO and iBOT run it.
+"""Retrieval of landmarks in the revisited Oxford and Paris sets (Radenović et al., 2018), as in DINO and iBOT.
 
 Images are shrunk to at most 512 pixels and go through the network at three scales; the database is ranked by the cosine
-of class tokens. DINO and iBOT search with whole query images, where the benchmark demands the part inside a box:
-`crop_queries` measures that as well.
+of class tokens. DINO and iBOT use whole query images; the benchmark demands the part inside a box, which `crop_queries`
+measures too.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from pydantic import Field
 from torch import Tensor
 
 from massl.config import Settings
-from massl.data.evaluation.ground_truth import QueryTruth, RetrievalTruth, read_ground_truth
-from massl.data.evaluation.views import ThumbnailView
+from massl.data.evaluation.ground_truth import RetrievalTruth, read_ground_truth
+from massl.data.evaluation.views import ThumbnailView, picture_of
 from massl.data.sources.base import DataError
 from massl.data.sources.files import FileListSource
 from massl.evaluations.base import EvaluationData, ProtocolEntry
@@ -26,8 +26,8 @@ from massl.ops.image_ops import RaggedImages
 from massl.ops.scoring.ranking import average_precisions, mean_of_answered, precisions_at, rank_by_cosine
 
 _PUBLISHED_MAX_SIDE, _PUBLISHED_IMAGE_SIZE = 512, 224
-# Images read together. Each goes through the network alone, so more would only take memory: 256 photographs of 1024 x
-# 768 are 0.6 GB, and four such batches are under way.
+# Each image goes through the network alone, so that more would only cost memory: four batches of 256 photographs of
+# 1024 x 768 are 2.4 GB.
 _LARGEST_BATCH = 32
 _KS = (1, 5, 10)
 NAMES = {"roxford5k": "ROxford5k", "rparis6k": "RParis6k"}  # name of the ground truth -> name in results
@@ -37,7 +37,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 @dataclass(frozen=True, kw_only=True)
 class Difficulty:
-    """Which images a query should find, and which are taken out of its ranking; the rest are wrong."""
+    """Fields of the ground truth with images that a query should find, or that are ignored; the rest are wrong."""
 
     positive: tuple[str, ...]
     junk: tuple[str, ...]
@@ -51,20 +51,14 @@ DIFFICULTIES = {
 
 
 class RetrievalSettings(Settings):
-    max_side: int | None = Field(
-        None,
-        gt=0,
-        description="longer side that images are shrunk to; default: 512 for a model of 224 px, others in proportion",
-    )
+    max_side: int | None = Field(None, gt=0, description="longer side in pixels; default: 512 * image size / 224")
     multi_scale: bool = Field(True, description="average the class token over scales 1, 0.71 and 0.5")
-    crop_queries: bool = Field(
-        False, description="also search with the box of each query alone, as the benchmark itself demands"
-    )
+    crop_queries: bool = Field(False, description="also use only the box of each query, as the benchmark demands")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LandmarkView:
-    """The image, or the part of it inside a box, shrunk to `max_side` as Pillow's `thumbnail` does it; never enlarged."""
+    """The image, or the part inside its box, shrunk to `max_side` by Pillow's `thumbnail`; never enlarged."""
 
     max_side: int
     min_side: int  # what the network needs at least
@@ -72,32 +66,26 @@ class LandmarkView:
 
     def apply(self, images: RaggedImages, indices: Tensor) -> list[Tensor]:
         numbers = indices.tolist()
-        parts = (
-            images
-            if self.boxes is None
-            else RaggedImages.from_list([self._cut(images, *pair) for pair in enumerate(numbers)])
-        )
-        views = ThumbnailView(max_side=self.max_side).apply(parts, indices)
+        if self.boxes is not None:
+            images = RaggedImages.from_list([self._cut(images, *pair) for pair in enumerate(numbers)])
+        views = ThumbnailView(max_side=self.max_side).apply(images, indices)
         for view, number in zip(views, numbers, strict=True):
             height, width = view.shape[-2:]
             if min(height, width) < self.min_side:
                 raise DataError(
-                    f"image {number} (counted from 0) is {width} x {height} pixels as the model would see it, which needs {self.min_side} "
-                    "on either side; repair its box or file, or raise --retrieval.max_side if it is long and narrow"
+                    f"image {number} (counted from 0) has {width} x {height} pixels after resizing; the model needs "
+                    f"{self.min_side} on either side: repair its box or file, or raise --retrieval.max_side"
                 )
         return views
 
     def _cut(self, images: RaggedImages, place: int, number: int) -> Tensor:  # -> uint8 [3, h, w]
         assert self.boxes is not None
-        height, width = images.sizes[place].tolist()
-        begin = int(images.offsets[place])
-        left, top, right, bottom = map(round, self.boxes[number])  # whole pixels, as Pillow's `crop` takes them
-        rows, columns = slice(max(top, 0), max(bottom, 0)), slice(max(left, 0), max(right, 0))
-        part = images.pixels[begin : begin + 3 * height * width].view(3, height, width)[:, rows, columns]
+        picture = picture_of(images, place)
+        left, top, right, bottom = map(round, self.boxes[number])  # whole pixels, as in Pillow's `crop`
+        part = picture[:, max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
         if part.numel() == 0:
-            raise DataError(
-                f"box {self.boxes[number]} of query {number} (counted from 0) holds no pixel of its {width} x {height} image"
-            )
+            size = f"{picture.shape[2]} x {picture.shape[1]}"
+            raise DataError(f"box {self.boxes[number]} of query {number} (counted from 0) is outside its {size} image")
         return part
 
 
@@ -107,12 +95,8 @@ def measure_retrieval(extractor: Extractor, data: EvaluationData, settings: Retr
     truth_file = _ground_truth_file(data.folder)
     name = _name_in_results(data, truth_file)
     truth = read_ground_truth(truth_file)
-    images = replace(
-        extractor,
-        settings=extractor.settings.model_copy(
-            update={"batch_size": min(extractor.settings.batch_size, _LARGEST_BATCH)}
-        ),
-    )
+    batch_size = min(extractor.settings.batch_size, _LARGEST_BATCH)
+    images = replace(extractor, settings=extractor.settings.model_copy(update={"batch_size": batch_size}))
     view, feature = _view_and_feature(extractor, settings)
     database, queries = (
         FileListSource(data.folder / "jpg", [f"{image}.jpg" for image in listed], name=f"{what} of {name}")
@@ -124,17 +108,14 @@ def measure_retrieval(extractor: Extractor, data: EvaluationData, settings: Retr
         query_views["queries cropped"] = replace(view, boxes=tuple(answer.box for answer in truth.answers))
     for note, query_view in query_views.items():
         query_rows = images.features(queries, view=query_view, feature=feature).rows.to(extractor.device)
-        for difficulty, metric, value, num_queries in retrieval_scores(
-            rank_by_cosine(query_rows, database_rows), truth
-        ):
+        rankings = rank_by_cosine(query_rows, database_rows)
+        for difficulty, metric, value, num_queries in retrieval_scores(rankings, truth):
             setting = Setting(name=difficulty, note=note)
             yield Measurement(data=name, setting=setting, metric=metric, value=value, num_samples=num_queries)
 
 
 def retrieval_scores(rankings: Tensor, truth: RetrievalTruth) -> Iterator[tuple[str, str, float, int]]:  # int64 [Q, M]
-    """(difficulty, metric, value in percent, number of queries); a difficulty at which no query has an answer is left
-    out.
-    """
+    """(difficulty, metric, percent, number of queries); a difficulty for which no query has answers is left out."""
     for name, difficulty in DIFFICULTIES.items():
         positive, junk = (
             _marks(truth, fields).to(rankings.device) for fields in (difficulty.positive, difficulty.junk)
@@ -152,36 +133,31 @@ def _marks(truth: RetrievalTruth, fields: tuple[str, ...]) -> Tensor:  # -> bool
     marks = torch.zeros(len(truth.queries), len(truth.database), dtype=torch.bool)
     for row, answer in zip(marks, truth.answers, strict=True):
         for field in fields:
-            row[_images_of(answer)[field]] = True
+            row[getattr(answer, field)] = True
     return marks
-
-
-def _images_of(answer: QueryTruth) -> dict[str, Tensor]:
-    return {"easy": answer.easy, "hard": answer.hard, "junk": answer.junk}
 
 
 def _view_and_feature(extractor: Extractor, settings: RetrievalSettings) -> tuple[LandmarkView, str]:
     feature = extractor.chosen_feature("cls_multiscale" if settings.multi_scale else "cls")
-    # Not rounded to patches: the published sizes are whatever the photograph's shape makes of them, and a rest is left
-    # out.
+    # Not rounded to patches: published sizes follow the photograph's shape, and a remainder is left out.
     max_side = settings.max_side or round(_PUBLISHED_MAX_SIDE * extractor.model.image_size / _PUBLISHED_IMAGE_SIZE)
     min_side = (patch_size(extractor.model.backbone) or 1) * (2 if feature == "cls_multiscale" else 1)
     if max_side < min_side:
         raise EvaluationError(
-            f"--retrieval.max_side {max_side} is less than the {min_side} pixels that the model needs; raise it"
+            f"--retrieval.max_side {max_side} is less than the {min_side} pixels that the model needs"
         )
     return LandmarkView(max_side=max_side, min_side=min_side), feature
 
 
 def _name_in_results(data: EvaluationData, truth_file: Path) -> str:
-    """The name given, unless it is only the folder's: the ground truth says then what the folder holds."""
+    """The given name; if that is the folder's name, the name by the ground truth."""
     assert data.folder is not None
     dataset = truth_file.stem.removeprefix("gnd_")
     return NAMES.get(dataset, data.name or dataset) if data.name == data.folder.name else data.name
 
 
 def _ground_truth_file(folder: Path) -> Path:
-    """gnd_<dataset>.pkl: that of the folder's name, or the only one."""
+    """gnd_<name of the folder>.pkl, or the only gnd_*.pkl."""
     found = sorted(folder.glob("gnd_*.pkl"))
     of_folder = folder / f"gnd_{folder.resolve().name}.pkl"
     if of_folder in found:
@@ -189,8 +165,8 @@ def _ground_truth_file(folder: Path) -> Path:
     if len(found) != 1:
         listed = f"several ({', '.join(file.name for file in found)})" if found else "none"
         raise DataError(
-            f"{folder} should hold one ground truth gnd_*.pkl beside the images in jpg, and holds {listed}; give the folder roxford5k or "
-            "rparis6k with the file of the revisitop benchmark"
+            f"{folder} should hold one ground truth gnd_*.pkl beside the images in jpg, and holds {listed}; give the "
+            "folder roxford5k or rparis6k with the file of the revisitop benchmark"
         )
     return found[0]
 

@@ -1,8 +1,6 @@
-"""Which patch of a second image a patch of the first one is taken for, and which it really is when both are crops of
-one image.
+"""Matching patches of two images, and the true matches if both are crops of one image (iBOT, Zhou et al., 2022).
 
-The protocol is iBOT's (Zhou et al., 2022). Positions are fractions of the image's height and width; grids are square, g
-patches a side, and numbered row by row.
+Positions are fractions of the image's height and width; grids are square, g patches a side, numbered row by row.
 """
 
 from typing import NamedTuple
@@ -25,9 +23,7 @@ class PatchCentres(NamedTuple):
 
 # [B, 4], bool [B], [B, 2]
 def patch_centres(boxes: Tensor, flipped: Tensor, sizes: Tensor, *, grid: int) -> PatchCentres:
-    """Centres of the patches of crops `boxes` (top, left, height, width) of images of `sizes` (height, width), all in
-    pixels.
-    """
+    """Centres of the patches of crops `boxes` (top, left, height, width) of images of `sizes`, in pixels."""
     top, left, height, width = boxes.double()[:, :, None].unbind(1)
     image_height, image_width = sizes.double()[:, :, None].unbind(1)
     down = (torch.arange(grid, dtype=torch.float64, device=boxes.device) + 0.5) / grid
@@ -36,10 +32,9 @@ def patch_centres(boxes: Tensor, flipped: Tensor, sizes: Tensor, *, grid: int) -
 
 
 def overlap_mask(first: PatchCentres, second: PatchCentres) -> Tensor:  # -> bool [B, g * g]
-    """Patches of the first view that the second shows too: half a patch around their centre reaches the centres of the
-    second.
+    """Patches of the first view that the second shows too: within half a patch of the range of its centres.
 
-    Half a patch is 0.5 / g of the image, however small a part of it the crop is: so the published protocol has it.
+    Half a patch is 0.5 / g of the whole image, whatever the size of the crop, as in the published protocol.
     """
     reach = 0.5 / first.rows.shape[1]
     rows, columns = (
@@ -51,7 +46,7 @@ def overlap_mask(first: PatchCentres, second: PatchCentres) -> Tensor:  # -> boo
 
 def true_matches(first: PatchCentres, second: PatchCentres) -> Tensor:  # -> int64 [B, g * g]
     """For each patch of the first view the patch of the second whose centre is nearest in the image."""
-    # A squared distance is one over rows plus one over columns, so each axis has its own nearest.
+    # A squared distance is a sum over rows and columns, so that each axis can be minimised alone.
     rows, columns = (
         (mine[:, :, None] - others[:, None, :]).abs().argmin(dim=2) for mine, others in zip(first, second, strict=True)
     )
@@ -60,9 +55,7 @@ def true_matches(first: PatchCentres, second: PatchCentres) -> Tensor:  # -> int
 
 # [B, N, D], [B, M, D] -> int64 [B, N]
 def match_patches(first: Tensor, second: Tensor, *, cosine: bool = False) -> Tensor:
-    """For each patch token of the first images the one of the second with the largest dot product, or cosine where
-    asked for.
-    """
+    """For each patch token of the first images the one of the second with the largest dot product, or cosine."""
     num_images_at_once = max(1, _CHUNK_SIMILARITIES // (first.shape[1] * second.shape[1]))
     matches = []
     for queries, candidates in zip(
@@ -76,23 +69,21 @@ def match_patches(first: Tensor, second: Tensor, *, cosine: bool = False) -> Ten
 
 # numbers of patches, broadcast against each other
 def grid_distance(patches: Tensor, others: Tensor, *, grid: int) -> Tensor:
-    """Chebyshev distance: how many patches apart, along the axis where they are farther."""
+    """Chebyshev distance in patches."""
     return torch.maximum((patches // grid - others // grid).abs(), (patches % grid - others % grid).abs())
 
 
 # [B, g * g] each -> [B] float64
 def share_within(matches: Tensor, truth: Tensor, overlap: Tensor, *, grid: int, radius: int) -> Tensor:
-    """Share of the overlapping patches that are matched within `radius` of the truth; NaN for views that do not
-    overlap.
-    """
+    """Share of the overlapping patches matched within `radius` of the truth; NaN for views that do not overlap."""
     hits = (grid_distance(matches, truth, grid=grid) <= radius) & overlap
     return hits.sum(dim=1).double() / overlap.sum(dim=1).double()
 
 
 # [B, g * g] each -> [B] float64
 def share_by_chance(truth: Tensor, overlap: Tensor, *, grid: int, radius: int) -> Tensor:
-    """What `share_within` is on average when each match is any patch of the second view with equal probability."""
-    # Along an axis so many patches lie within the radius of the true one; none beyond the border.
+    """Expected `share_within` if each match is a random patch of the second view."""
+    # number of patches within the radius of the true one along each axis, cut at the border
     rows, columns = (
         (place + radius).clamp_max(grid - 1) - (place - radius).clamp_min(0) + 1
         for place in (truth // grid, truth % grid)
@@ -103,11 +94,9 @@ def share_by_chance(truth: Tensor, overlap: Tensor, *, grid: int, radius: int) -
 def most_attended(
     attention: Tensor, *, grid: int, num_points: int, overlap: Tensor | None = None
 ) -> list[Tensor]:  # [B, heads, h, w], bool [B, g * g] -> [n] patches of each image
-    """The patches with the most attention, mean over heads, strongest first; of another grid than ours the nearest
-    value counts.
+    """The patches with the most attention, averaged over heads and resized to our grid, strongest first.
 
-    Where views overlap in fewer patches than are asked for, only those: published figures fill up with patches that
-    have no match.
+    Only patches in the overlap; published figures fill up with patches that have no match.
     """
     scores = interpolate(attention, size=(grid, grid), mode="nearest").mean(dim=1).flatten(1)
     nums = torch.full((len(scores),), grid * grid)
@@ -121,8 +110,7 @@ def most_attended(
 def match_picture(
     first: Tensor, second: Tensor, points: Tensor, matches: Tensor, *, patch: int, zoom: int = 1, gap: int = 0
 ) -> Tensor:  # uint8 [H, W, 3] twice, [n], [n] -> uint8 [zoom * H, 2 * zoom * W + gap, 3]
-    """Two pictures side by side, and a red line of one pixel from each of the `points` (patches of the first) to its
-    match.
+    """Two pictures side by side, with a thin red line from each of the `points` (patches of the first) to its match.
 
     Published figures have no `gap`; a white one helps where both pictures are dark.
     """

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 def effective_rank(features: Tensor) -> float:  # [N, D] -> number in [1, min(N, D)]
     """exp of the entropy of the normalised singular values (Roy & Vetterli, 2007; RankMe, Garrido et al., 2023).
 
-    Features are not centred: a collapse to one vector then gives 1, however the small remainder is distributed.
+    Features are not centred, so that a collapse to one vector gives 1, whatever the distribution of the remainder.
     """
     singular_values = torch.linalg.svdvals(normalize(features.double(), dim=-1))
     shares = singular_values / singular_values.sum()
@@ -19,7 +19,7 @@ def effective_rank(features: Tensor) -> float:  # [N, D] -> number in [1, min(N,
 
 
 def embedding_spread(embeddings: Tensor) -> float:  # [N, D], L2-normalised -> number in [0, 1]
-    """Root of the summed variance of unit embeddings: 0 when all are equal, 1 when their mean is the origin."""
+    """Root of the summed variance of unit embeddings: 0 if all are equal, 1 if their mean is the origin."""
     return float((1.0 - embeddings.double().mean(dim=0).square().sum()).clamp(min=0.0).sqrt())
 
 
@@ -28,11 +28,9 @@ _MAX_LOGITS = 1 << 26  # held at once: 2**26 float32 = 256 MiB
 
 @dataclass(frozen=True, kw_only=True)
 class PrototypeUse:
-    # mean entropy of the softmaxes, in nats: 0 when each embedding chooses one prototype, ln K when it cannot choose
-    entropy: float
-    # entropy of the mean softmax: 0 when all embeddings choose the same one, ln K when all are used alike
-    entropy_of_mean: float
-    winner_share: float  # prototypes that are the nearest one of some embedding, of those that could be
+    entropy: float  # mean over embeddings, in nats: 0 if each chooses one prototype, ln K if it cannot choose
+    entropy_of_mean: float  # of the mean softmax: 0 if all embeddings choose the same one, ln K if all are used alike
+    winner_share: float  # of the prototypes that could be nearest to some embedding, those that are
 
 
 # [N, D], [K, D], [K]

@@ -1,8 +1,8 @@
-"""Limited-memory BFGS: the minimum of a smooth function of a tensor, on the tensor's device.
+"""Limited-memory BFGS: minimises a smooth function of a tensor, on the tensor's device.
 
 Two-loop recursion of Nocedal (1980) with the scaling of Liu & Nocedal (1989), and a line search for the Wolfe
-conditions, so that every remembered pair has positive curvature. Near the minimum, where differences of values drown in
-rounding, a decrease is judged by slopes instead ("approximate Wolfe", Hager & Zhang, 2005).
+conditions, so that every remembered pair has positive curvature. Near the minimum, where rounding hides differences of
+values, a decrease is judged by slopes ("approximate Wolfe", Hager & Zhang, 2005).
 """
 
 import math
@@ -66,8 +66,7 @@ def minimise(
 ) -> Minimum:
     """Descend from `start` until `is_converged`; the objective must be smooth and bounded below.
 
-    `preconditioner_at(point)` may give an approximate inverse of the Hessian there; it is asked for anew every
-    `refresh_every` iterations.
+    `preconditioner_at(point)` is an approximate inverse Hessian, computed again every `refresh_every` iterations.
     """
     point = start
     precondition: LinearMap = _identity
@@ -87,8 +86,7 @@ def minimise(
         num_evaluations += num_trials
         if found is None:
             break
-        # By slopes the product of step and change is positive whatever the rounding, because the line search looks at
-        # the same numbers.
+        # From slopes, which the line search has checked, the product of step and change is positive despite rounding.
         pairs.append(_Pair(found.point - point, found.gradient - gradient, found.step * (found.slope - slope)))
         point, value, gradient, gradient_norm = found.point, found.value, found.gradient, float(found.gradient.norm())
         num_iterations += 1
@@ -111,14 +109,14 @@ def _dot(first: Tensor, second: Tensor) -> Tensor:  # -> [], on the device
 
 
 def _times_inverse_hessian(gradient: Tensor, pairs: deque[_Pair], precondition: LinearMap) -> Tensor:
-    """The gradient times the remembered approximation of the inverse Hessian; all scalars stay on the device."""
+    """The gradient times the approximate inverse Hessian; all scalars stay on the device."""
     result = gradient
     shares: list[Tensor] = []
     for pair in reversed(pairs):
         shares.append(_dot(pair.step, result) / pair.product)
         result = result - shares[-1] * pair.change
     result = precondition(result)
-    if pairs:  # the scale that makes the newest pair right: with it a step of length 1 nearly always is
+    if pairs:  # scaled to fit the newest pair; a step of length 1 is then nearly always accepted
         newest = pairs[-1].change
         result = result * (pairs[-1].product / _dot(newest, precondition(newest)))
     for pair, share in zip(pairs, reversed(shares), strict=True):
@@ -129,9 +127,7 @@ def _times_inverse_hessian(gradient: Tensor, pairs: deque[_Pair], precondition: 
 def _line_search(
     objective: Objective, start: _Trial, direction: Tensor, *, first_step: float
 ) -> tuple[_Trial | None, int]:
-    """A step that meets the weak Wolfe conditions, and how many were tried; None where rounding leaves none to be
-    found.
-    """
+    """A step that meets the weak Wolfe conditions (None if rounding hides them), and the number of trials."""
     if not start.slope < 0.0:  # also where it is not a number
         return None, 0
     low, step = start, first_step
@@ -151,7 +147,7 @@ def _line_search(
 
 
 def _is_lower(trial: _Trial, start: _Trial) -> bool:
-    """Whether the value fell enough; where it cannot be told from rounding, whether the slope did."""
+    """Whether the value fell enough, or the slope if the change of the value may be rounding."""
     if trial.value <= start.value + _DECREASE * trial.step * start.slope:
         return True
     is_rounding = trial.value <= start.value + _ROUNDING * abs(start.value)
@@ -159,9 +155,7 @@ def _is_lower(trial: _Trial, start: _Trial) -> bool:
 
 
 def _between(low: _Trial, high: _Trial) -> float:
-    """Where the cubic through both values and slopes is lowest, but never close to either end; halfway where there is
-    no such cubic.
-    """
+    """The minimum of the cubic through both values and slopes, away from either end; halfway if there is none."""
     width = high.step - low.step
     fraction = 0.5
     if math.isfinite(high.value) and math.isfinite(high.slope):

@@ -1,8 +1,7 @@
-"""Many linear classifiers trained at once on the same features, by the formulas of softmax regression instead of
-autograd.
+"""Many linear classifiers trained at once on the same features, with closed-form gradients instead of autograd.
 
-All heads of a sweep share one matrix product: [B, D] x [D, H * C]. At 90 heads of 1000 classes on 1024 rows of 1536
-numbers a step is 0.6 TFLOP and takes 2.4 GB beside the features.
+All heads share one matrix product: [B, D] x [D, H * C]. With 90 heads of 1000 classes, a step on 1024 rows of 1536
+numbers is 0.6 TFLOP and needs 2.4 GB beside the features.
 """
 
 from collections.abc import Iterator
@@ -13,12 +12,12 @@ import torch
 from torch import Tensor
 
 MOMENTUM = 0.9
-_MAX_LOGITS = 100_000_000  # held at once where rows are only classified: 400 MB
+_MAX_LOGITS = 100_000_000  # held at once while classifying: 400 MB
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearHeads:
-    """H classifiers and the momentum of their SGD. Only `sgd_step_` changes what is in the tensors."""
+    """H classifiers and the momentum of their SGD. Only `sgd_step_` changes the tensors."""
 
     weights: Tensor  # [H, C, D] float32
     biases: Tensor  # [H, C]
@@ -27,7 +26,7 @@ class LinearHeads:
 
 
 def new_heads(weights: Tensor) -> LinearHeads:  # [H, C, D]
-    """Heads with these weights, biases of zero and no momentum yet; `weights` becomes theirs."""
+    """Heads with these weights (not copied), zero biases and no momentum."""
     biases = weights.new_zeros(weights.shape[:2])
     return LinearHeads(
         weights=weights,
@@ -44,11 +43,7 @@ def head_logits(weights: Tensor, biases: Tensor, rows: Tensor) -> Tensor:  # [H,
 def mean_loss_gradients(
     heads: LinearHeads, rows: Tensor, labels: Tensor, *, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # [B, D], [B], [B, H] bool -> [H, C, D], [H, C]
-    """Gradients of each head's cross-entropy, averaged over the rows that the head may see: (softmax - one-hot) / their
-    number.
-
-    A head that sees none of the rows has gradients of zero.
-    """
+    """Gradients of each head's mean cross-entropy over its `kept` rows, (softmax - one-hot) / number; 0 for no rows."""
     errors = head_logits(heads.weights, heads.biases, rows).softmax(dim=2)
     errors[torch.arange(len(rows), device=rows.device), :, labels] -= 1.0
     if kept is None:
@@ -59,10 +54,9 @@ def mean_loss_gradients(
 
 
 def sgd_step_(heads: LinearHeads, rows: Tensor, labels: Tensor, *, rates: Tensor, kept: Tensor | None = None) -> None:
-    """One step of SGD with momentum by PyTorch's rule, without weight decay; head h learns with `rates[h]` from the
-    rows `kept[:, h]`.
+    """One step of PyTorch's SGD with momentum; head h learns with `rates[h]` from the rows `kept[:, h]`.
 
-    A head that sees none of the rows stands still, momentum and all, as if there had been no batch.
+    A head that sees none of the rows keeps its weights and momentum, as if there had been no batch.
     """
     weight_gradients, bias_gradients = mean_loss_gradients(heads, rows, labels, kept=kept)
     momentum = torch.full_like(rates, MOMENTUM)
@@ -80,9 +74,10 @@ def sgd_step_(heads: LinearHeads, rows: Tensor, labels: Tensor, *, rates: Tensor
 
 # [H, C, D], [H, C], [N, D], [N] -> [H] int64
 def count_correct(weights: Tensor, biases: Tensor, rows: Tensor, labels: Tensor) -> Tensor:
-    """How many rows each head classifies correctly; a head whose numbers have overflowed classifies none."""
+    """How many rows each head classifies correctly; none for a head whose numbers have overflowed."""
     correct = torch.zeros(len(weights), dtype=torch.int64, device=rows.device)
-    for some_rows, some_labels in _chunks(rows, labels, num_logits_per_row=biases.numel()):
+    chunk_rows = max(1, _MAX_LOGITS // biases.numel())
+    for some_rows, some_labels in zip(rows.split(chunk_rows), labels.split(chunk_rows), strict=True):
         logits = head_logits(weights, biases, some_rows)
         of_label = logits.gather(2, some_labels[:, None, None].expand(-1, len(weights), 1))[:, :, 0]
         correct += ((logits.argmax(dim=2) == some_labels[:, None]) & of_label.isfinite()).sum(dim=0)
@@ -90,21 +85,14 @@ def count_correct(weights: Tensor, biases: Tensor, rows: Tensor, labels: Tensor)
 
 
 def classify(weights: Tensor, bias: Tensor, rows: Tensor) -> Tensor:  # [C, D], [C], [N, D] -> [N]
-    """The class to which one head gives the largest logit."""
+    """The class with the largest logit."""
     chunks = torch.split(rows, max(1, _MAX_LOGITS // len(bias)))
     return torch.cat([torch.addmm(bias, chunk, weights.T).argmax(dim=1) for chunk in chunks])
 
 
-def _chunks(rows: Tensor, labels: Tensor, *, num_logits_per_row: int) -> Iterator[tuple[Tensor, Tensor]]:
-    chunk_rows = max(1, _MAX_LOGITS // num_logits_per_row)
-    yield from zip(torch.split(rows, chunk_rows), torch.split(labels, chunk_rows), strict=True)
-
-
 @contextmanager
 def matrix_products(*, allow_tf32: bool) -> Iterator[None]:
-    """Float32 products on GPUs as they are, or (`allow_tf32`) with operands of 11 bits, several times as fast; before
-    and after as set.
-    """
+    """Exact float32 products on GPUs, or TF32 (11-bit operands, several times as fast); restored on exit."""
     products = torch.backends.cuda.matmul
     before = products.fp32_precision
     products.fp32_precision = "tf32" if allow_tf32 else "ieee"

@@ -1,4 +1,4 @@
-"""Nearest neighbours by cosine similarity, and the weighted vote of the field's k-NN protocol."""
+"""Nearest neighbours by cosine similarity, and the weighted vote of the k-NN protocol (Wu et al., 2018)."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 def cosine_topk(
     queries: Tensor, database: Tensor, *, num_neighbours: int, chunk_rows: int = 4096
 ) -> tuple[Tensor, Tensor]:  # [Q, D], [M, D] -> [Q, k], [Q, k]
-    """Similarities and row numbers of the `num_neighbours` most similar database rows, most similar first."""
+    """Similarities and indices of the `num_neighbours` most similar database rows, most similar first."""
     if not 0 < num_neighbours <= database.shape[0]:
         raise ValueError(f"asked for {num_neighbours} neighbours among {database.shape[0]} rows")
     rows = normalize(database.float(), dim=-1).T
@@ -22,9 +22,7 @@ def cosine_topk(
 def without(
     similarities: Tensor, indices: Tensor, left_out: Tensor, *, num_neighbours: int
 ) -> tuple[Tensor, Tensor]:  # [Q, k + 1], [Q, k + 1], [Q, k + 1] bool -> [Q, k], [Q, k]
-    """The most similar rows but those that are left out, e.g. an image's own; where too few remain, with similarity
-    minus infinity.
-    """
+    """The most similar rows that are not left out; where too few remain, their similarity is minus infinity."""
     similarities, order = similarities.masked_fill(left_out, -torch.inf).sort(dim=1, descending=True, stable=True)
     return similarities[:, :num_neighbours], indices.gather(1, order)[:, :num_neighbours]
 
@@ -32,8 +30,8 @@ def without(
 def weighted_vote(
     similarities: Tensor, labels: Tensor, *, num_classes: int, temperature: float
 ) -> Tensor:  # [Q, k], [Q, k] -> [Q, num_classes]
-    """Class scores: each neighbour votes for its label with weight exp(similarity / temperature) (Wu et al., 2018)."""
-    # Subtracting the row's largest similarity changes no ranking and keeps exp() small.
+    """Class scores: each neighbour votes for its label with weight exp(similarity / temperature)."""
+    # Subtracting the row's largest similarity changes no ranking and prevents overflow.
     weights = torch.exp((similarities - similarities[:, :1]) / temperature)
     return torch.zeros(len(labels), num_classes, device=labels.device).scatter_add_(1, labels, weights)
 
@@ -49,9 +47,7 @@ def knn_accuracy(
 ) -> float:  # [Q, D], [Q], [M, D], [M] -> percent
     """Top-1 accuracy, in percent, of the weighted k-NN classifier."""
     similarities, indices = cosine_topk(queries, database, num_neighbours=min(num_neighbours, len(database)))
-    num_classes = int(torch.maximum(database_labels.max(), query_labels.max())) + 1
-    scores = weighted_vote(similarities, database_labels[indices], num_classes=num_classes, temperature=temperature)
-    return 100.0 * float((scores.argmax(dim=1) == query_labels).double().mean())
+    return _vote_accuracy(similarities, indices, query_labels, database_labels, temperature=temperature)
 
 
 def knn_accuracy_among_others(
@@ -65,12 +61,16 @@ def knn_accuracy_among_others(
     num_neighbours: int,
     temperature: float,
 ) -> float:  # [Q, D], [Q], [M, D], [M], [Q], [M] -> percent
-    """`knn_accuracy` where no image is its own neighbour: the row of the query's own image has no vote, the next takes
-    its place.
-    """
+    """`knn_accuracy` without the query's own image: its row has no vote, and the next takes its place."""
     similarities, rows = cosine_topk(queries, database, num_neighbours=min(num_neighbours + 1, len(database)))
     itself = database_images[rows] == query_images[:, None]
     similarities, rows = without(similarities, rows, itself, num_neighbours=num_neighbours)
+    return _vote_accuracy(similarities, rows, query_labels, database_labels, temperature=temperature)
+
+
+def _vote_accuracy(
+    similarities: Tensor, indices: Tensor, query_labels: Tensor, database_labels: Tensor, *, temperature: float
+) -> float:
     num_classes = int(torch.maximum(database_labels.max(), query_labels.max())) + 1
-    votes = weighted_vote(similarities, database_labels[rows], num_classes=num_classes, temperature=temperature)
-    return 100.0 * float((votes.argmax(dim=1) == query_labels).double().mean())
+    scores = weighted_vote(similarities, database_labels[indices], num_classes=num_classes, temperature=temperature)
+    return 100.0 * float((scores.argmax(dim=1) == query_labels).double().mean())

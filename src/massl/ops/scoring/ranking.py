@@ -1,7 +1,7 @@
-"""How good a ranking is: average precision by the trapezoid rule, and precision among the first k.
+"""Quality of a ranking: average precision by the trapezoid rule, and precision among the first k.
 
-Both follow the revisited Oxford and Paris benchmark (Radenović et al., 2018), whose rule Copydays shares: some database
-images are junk, neither right nor wrong for a query, and are taken out of its ranking before it is judged.
+Both follow the revisited Oxford and Paris benchmark (Radenović et al., 2018), as does Copydays: junk images, neither
+right nor wrong for a query, are removed from its ranking first.
 """
 
 import torch
@@ -10,20 +10,17 @@ from torch.nn.functional import normalize
 
 
 def rank_by_cosine(queries: Tensor, database: Tensor) -> Tensor:  # [Q, D], [M, D] -> [Q, M] int64
-    """Database rows in the order of their cosine similarity to each query, most similar first; equal ones in their own
-    order.
-    """
+    """Database rows by cosine similarity to each query, most similar first; ties keep their order."""
     similarities = normalize(queries.float(), dim=-1) @ normalize(database.float(), dim=-1).T
     return torch.argsort(similarities, dim=1, descending=True, stable=True)
 
 
 # [Q, R] int64, bool [Q, M], bool [Q, M] -> [Q]
 def average_precisions(rankings: Tensor, positive: Tensor, junk: Tensor) -> Tensor:
-    """Area under each query's precision-recall curve, as trapezoids: float64 in [0, 1], NaN for a query without
-    positives.
+    """Area under each query's precision-recall curve by trapezoids, in [0, 1]; NaN for a query without positives.
 
-    A ranking may end early (R < M): positives it does not reach add nothing. A single positive at rank r counts 1 if r
-    is 0, and 1 / (2 (r + 1)) otherwise: half of the usual, because the curve rises to it from precision 0.
+    Positives beyond the end of a short ranking (R < M) add nothing. A single positive at rank r counts 1 if r is 0, and
+    1 / (2 (r + 1)) otherwise: half of the usual, because the curve rises to it from precision 0.
     """
     is_hit, ranks = _hits(rankings, positive, junk)
     num_hits_above = (is_hit.cumsum(dim=1) - 1).double()
@@ -35,10 +32,9 @@ def average_precisions(rankings: Tensor, positive: Tensor, junk: Tensor) -> Tens
 
 # [Q, M] int64, bool [Q, M], [Q, M] -> [Q]
 def precisions_at(rankings: Tensor, positive: Tensor, junk: Tensor, *, k: int) -> Tensor:
-    """Share of positives among the first k of each whole ranking: float64 in [0, 1], NaN for a query without positives.
+    """Share of positives among the first k of each whole ranking, in [0, 1]; NaN for a query without positives.
 
-    Where the last positive comes before rank k, only the ranks up to it count, so that a query with few positives can
-    reach 1.
+    Only ranks up to the last positive count, so that a query with few positives can reach 1.
     """
     assert rankings.shape == positive.shape, "a ranking that ends early does not say where the last positive is"
     is_hit, ranks = _hits(rankings, positive, junk)
@@ -47,13 +43,13 @@ def precisions_at(rankings: Tensor, positive: Tensor, junk: Tensor, *, k: int) -
 
 
 def mean_of_answered(scores: Tensor) -> tuple[float, int]:  # [Q] -> mean, number of queries
-    """Mean over the queries that have positives, and how many have; queries without are marked by NaN."""
+    """Mean and number of the queries that are not NaN, i.e. have positives."""
     answered = scores[~scores.isnan()]
     return float(answered.mean()), len(answered)
 
 
 def _hits(rankings: Tensor, positive: Tensor, junk: Tensor) -> tuple[Tensor, Tensor]:  # -> bool [Q, R], int64 [Q, R]
-    """Where the positives stand, and the rank of each place once the junk above it is gone."""
+    """Which places are positives, and the rank of each place without the junk above it."""
     is_junk = junk.gather(1, rankings)
     places = torch.arange(rankings.shape[1], device=rankings.device)
     return positive.gather(1, rankings), places - (is_junk.cumsum(dim=1) - is_junk.long())

@@ -149,7 +149,7 @@ def test_what_is_split_off_is_drawn_by_key() -> None:
         (lambda: fraction_choice(torch.tensor([], dtype=torch.int64), fraction=0.5, key=(0,)), "no images"),
         (lambda: long_tail_choice(torch.tensor([0, 0, 1]), [2, 2], key=(0,)), "class 1 has 1 of 2"),
         (lambda: long_tail_choice(torch.tensor([0, 0, 1, 1]), [2, 2, 1], key=(0,)), "class 2 has 0 of"),
-        (lambda: long_tail_choice(torch.tensor([0, 1, 2]), [1, 1], key=(0,)), "counts for 2 classes .* of 3"),
+        (lambda: long_tail_choice(torch.tensor([0, 1, 2]), [1, 1], key=(0,)), "counts for 2 classes.* of 3"),
         (lambda: long_tail_counts(1, largest=10), "at least 2 classes"),
         (lambda: long_tail_counts(10, largest=3), "smallest <= largest"),
         (lambda: split_off(1, fraction=0.5, key=(0,)), "at least 2 images"),

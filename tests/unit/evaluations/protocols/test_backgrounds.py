@@ -144,12 +144,12 @@ def test_a_head_elsewhere_can_be_named(extractor: Extractor, release: Path) -> N
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_classes": 10}, "the linear head knows 10 classes; ImageNet-9 needs one of ImageNet's 1000"),
+        ({"num_classes": 10}, "10 classes.*1000"),
         (
             {"backbone": "others"},
-            "was trained on features of another model than tiny; run the linear protocol with this one",
+            "another model than tiny",
         ),
-        ({"view_size": 448}, "was trained on images of 448 px, the model is asked for"),
+        ({"view_size": 448}, "448 px.*--image_size"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(
@@ -177,7 +177,7 @@ def test_another_feature_than_that_of_the_head_is_refused(extractor: Extractor, 
 
 
 def test_without_a_head_the_advice_is_to_train_one(extractor: Extractor, release: Path) -> None:
-    with pytest.raises(EvaluationError, match="run the linear protocol first"):
+    with pytest.raises(EvaluationError, match="there is no linear head at"):
         list(measure_backgrounds(extractor, data_of(release), BackgroundsSettings()))
 
 

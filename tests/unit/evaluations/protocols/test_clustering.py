@@ -117,7 +117,7 @@ def test_settings_reach_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_clusters_than_images_are_refused_with_advice() -> None:
     with pytest.raises(
         EvaluationError,
-        match=r"cannot find 4 clusters among 3 images; give more images, or smaller numbers in --clustering\.ks",
+        match=r"4 clusters.* --clustering\.ks",
     ):
         cluster(draw(3, 2, seed=0), draw(3, 2, seed=1), num_clusters=4, settings=ClusteringSettings())
 
@@ -189,7 +189,7 @@ def test_a_test_set_without_labels_is_refused_before_any_work(
 ) -> None:
     extractor, data = world
     unlabelled = EvaluationData(name="x", train=data.train, test=source(None, "test", num_images=40), output=tmp_path)
-    with pytest.raises(DataError, match="test has no labels; clusters are compared with classes"):
+    with pytest.raises(DataError, match="test has no labels"):
         list(measure_clustering(SimpleNamespace(), unlabelled, ClusteringSettings()))  # type: ignore[arg-type]
     labels = torch.arange(40) % 4
     labels[:2] = -1

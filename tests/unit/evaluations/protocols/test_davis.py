@@ -231,7 +231,7 @@ def test_frames_are_resized_between_pixel_centres_without_smoothing_and_rounded(
 
 
 def test_what_is_missing_is_named(extractor: Extractor, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"val\.txt is not there; expected the folder of DAVIS-2017"):
+    with pytest.raises(DataError, match=r"val\.txt does not exist"):
         measure(extractor, tmp_path)
     list_videos(tmp_path)
     with pytest.raises(DataError, match="names no video"):

@@ -379,9 +379,7 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
     probe = prepare_probe(extractor_of(), data, QUICK)
     trained = train_heads(probe, data.train, held_out=None)
     trained.file.write_bytes(trained.file.read_bytes()[:-5])
-    with pytest.raises(
-        EvaluationError, match=r"linear_.*\.safetensors is damaged .* delete it, and the heads will be trained anew"
-    ):
+    with pytest.raises(EvaluationError, match=r"linear_.*\.safetensors is damaged .* delete it"):
         train_heads(probe, data.train, held_out=None)
 
 
@@ -427,8 +425,8 @@ def test_heads_that_all_overflow_stop_the_work(tmp_path: Path) -> None:
 
 
 def test_what_is_no_head_is_refused_with_advice(tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"there is no linear head at .*; run the linear protocol first"):
+    with pytest.raises(EvaluationError, match=r"there is no linear head at"):
         load_head(tmp_path / "linear_head.safetensors")
     (tmp_path / "other").write_bytes(b"something else")
-    with pytest.raises(EvaluationError, match="is no linear head of massl's"):
+    with pytest.raises(EvaluationError, match="is no linear head of massl"):
         load_head(tmp_path / "other")

@@ -27,7 +27,7 @@ from massl.evaluations.protocols.logreg import LogisticSettings, fit_logistic, l
 def unit_features(
     num_rows: int, dim: int, num_classes: int, *, seed: int = 0, noise: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Rows of unit length around class centres, with a common direction and a decaying spectrum as real features have."""
+    """Rows of unit length around class centres, with a common direction and a decaying spectrum, as real features."""
     generator = torch.Generator().manual_seed(seed)
     spectrum = torch.arange(1, dim + 1) ** -0.7
     labels = torch.randint(num_classes, (num_rows,), generator=generator)
@@ -178,7 +178,7 @@ def test_chunks_do_not_change_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_penalty_of_nothing_is_refused() -> None:
     rows, labels = unit_features(10, 3, 2)
-    with pytest.raises(EvaluationError, match="only a positive one has a solution"):
+    with pytest.raises(EvaluationError, match=r"penalty.* must be positive"):
         fit_logistic(rows, labels, num_classes=2, penalty=0.0)
 
 

@@ -243,14 +243,14 @@ def test_a_box_that_reaches_beyond_its_image_is_cut_off_and_one_outside_is_refus
     )
     torch.testing.assert_close(found[0], pixels(picture.crop((0, 0, 40, 20))), rtol=0, atol=0)
     for outside in ((50.0, 0.0, 60.0, 20.0), (-20.0, 0.0, -5.0, 20.0)):
-        with pytest.raises(DataError, match="holds no pixel of its 40 x 30 image"):
+        with pytest.raises(DataError, match=r"query 0 .* 40 x 30 image"):
             LandmarkView(max_side=40, min_side=1, boxes=(outside,)).apply(ragged(picture), torch.tensor([0]))
 
 
 def test_an_image_that_is_too_narrow_for_the_network_is_refused(extractor: Extractor, roxford: Path) -> None:
     # 73 x 11 after shrinking; at half the scale less than a patch
     save(roxford, "image_2", photograph(200, 30, seed=1))
-    with pytest.raises(DataError, match=r"image 2 .* is 73 x 11 pixels .* needs 16"):
+    with pytest.raises(DataError, match=r"image 2 .* 73 x 11 pixels .* 16"):
         measure(extractor, roxford)
     assert measure(extractor, roxford, max_side=128)
     assert measure(extractor, roxford, multi_scale=False)
