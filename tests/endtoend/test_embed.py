@@ -1,6 +1,7 @@
 """`massl embed`: files that other libraries read, with the features that the model gives."""
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -220,3 +221,9 @@ def test_writers_that_meet_a_full_disk_say_so_without_a_traceback(
     assert "Traceback" not in answer.text
     assert "massl: error: " in answer.text
     assert not list(tmp_path.iterdir())
+
+
+def test_no_protocol_is_imported() -> None:
+    code = "import sys, massl.commands.embed; print([name for name in sys.modules if 'protocols' in name])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout == "[]\n"

@@ -63,8 +63,8 @@ def _torchvision(
 ) -> Dataset:
     """A data set that torchvision opens.
 
-    place: class, folder, and the files there that both splits need; sizes: numbers of training images, test images and
-    classes; train, test: torchvision's arguments for the split, and the files that only it needs.
+    place: class, folder and files that both splits need; sizes: of train and test, number of classes; train, test:
+    torchvision's arguments for the split, and files that only it needs.
     """
     class_name, folder, files = place
 
@@ -239,20 +239,17 @@ DATASETS: dict[str, Dataset] = {
         sizes=(50_000, 10_000, 100),
     ),
     "ROxford5k": _retrieval("roxford5k", city="Oxford", num_images=4_993 + 70),
-    # its archives hold 20 files more, which are damaged
-    "RParis6k": _retrieval("rparis6k", city="Paris", num_images=6_322 + 70),
+    "RParis6k": _retrieval("rparis6k", city="Paris", num_images=6_322 + 70),  # and 20 damaged files
     "Copydays": _folder(
         "copydays",
         {"original/*.jpg": 157, "strong/*.jpg": 229},
-        advice="unpack the archives 'original' and 'strong' of INRIA's Copydays into {root}/copydays/original and "
-        "{root}/copydays/strong",
+        advice="unpack the archives of INRIA's Copydays into {root}/copydays/original and {root}/copydays/strong",
     ),
     "ImageNet-9": _folder(
         "imagenet9",
         {f"{variant}/val/*/*.JPEG": 4_050 for variant in BACKGROUNDS},
         aliases=("IN-9",),
-        advice="unpack the release archive of MadryLab's Backgrounds Challenge so that its folders original, only_fg "
-        "and so on lie in {root}/imagenet9",
+        advice="unpack the folders original, only_fg ... of MadryLab's Backgrounds Challenge into {root}/imagenet9",
     ),
 }
 
@@ -262,10 +259,10 @@ DATASETS: dict[str, Dataset] = {
 
 def look_up(name: str) -> str:
     """The name in the table for any spelling or alias: `pets`, `cifar10`, `OxfordIIITPet`."""
-    known = {_plain(alias): row_name for row_name, row in DATASETS.items() for alias in (row_name, *row.aliases)}
-    if _plain(name) not in known:
-        raise DataError(f"there is no data set {name!r}.{closest(name, DATASETS)} Known: {', '.join(DATASETS)}")
-    return known[_plain(name)]
+    for row_name, row in DATASETS.items():
+        if any(_plain(name) == _plain(alias) for alias in (row_name, *row.aliases)):
+            return row_name
+    raise DataError(f"there is no data set {name!r}.{closest(name, DATASETS)} Known: {', '.join(DATASETS)}")
 
 
 def _plain(name: str) -> str:
@@ -296,10 +293,11 @@ def open_data(
     if missing is not None:
         raise DataError(missing)
     row_name, root = look_up(name), data_root.expanduser()
-    opened: dict[str, Any] = {}
-    for part, images in DATASETS[row_name].parts.items():
-        if part in parts:
-            opened[part] = images.open(root) if isinstance(images, Split) else root / images.path
+    opened: dict[str, Any] = {
+        part: images.open(root) if isinstance(images, Split) else root / images.path
+        for part, images in DATASETS[row_name].parts.items()
+        if part in parts
+    }
     for remark in _unlike_published(row_name, root, opened):
         warn(remark)
     return EvaluationData(name=row_name, output=output, **opened)

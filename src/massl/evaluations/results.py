@@ -21,10 +21,6 @@ from massl.evaluations.measurement import EvaluationError, Setting
 RESULTS_FILE = "results.jsonl"
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def _version() -> str:
     try:
         return metadata.version("massl")
@@ -56,7 +52,7 @@ class ResultRow:
     run: str  # digest of settings, data and weights: equal for the same measurement
     train: str  # the training images, as the user named them; "" for none
     images: str  # digest of all images, which tells data sets of the same name apart
-    created: str = field(default_factory=_now)  # UTC, ISO 8601
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))  # UTC, ISO 8601
     version: str = field(default_factory=_version)  # of massl
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)

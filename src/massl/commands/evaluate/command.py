@@ -32,7 +32,7 @@ massl evaluate runs/a --protocol knn logreg --train demo:train --test demo:test 
 massl evaluate runs/a --protocol knn --data CIFAR-10 Pets --data_root DATA --output results
 massl evaluate runs/a --suite paper --data_root DATA --output results
 
-Features are computed once and kept; the same command again measures only what is not there yet. Numbers go to
+Features are computed once and kept; the same command again measures only what is missing. Numbers go to
 OUTPUT/results.jsonl, a table with the paper's figures beside them to the screen and OUTPUT/results.md. Several GPUs:
 torchrun --nproc-per-node 4 -m massl ..."""
 
@@ -122,7 +122,9 @@ def _run_job(
     images = digest_of_images(data)
     run = digest_of(job, data, images=images, extractor=extractor)
     if not distributed.largest_over_ranks(int(run not in known), extractor.device):  # new for one process: all measure
-        print_line(console, f"{job.title}: measured before, see {folder / RESULTS_FILE}; --again True measures it anew")
+        print_line(
+            console, f"{job.title}: measured before, see {folder / RESULTS_FILE}; --again True measures it again"
+        )
         return run, []
     began = time.perf_counter()
     remarks = [*_feature_remarks(extractor), *changed(job.settings, besides=entry.unremarked)]
@@ -192,7 +194,7 @@ def _write_table(rows: list[ResultRow], folder: Path) -> None:
 
 
 def _table(rows: list[ResultRow]) -> ResultsTable:
-    """Rows and transfer averages. Where one name stands for several sets of images, the training images are added."""
+    """Rows and transfer averages. Data names of several sets of images get their training images added."""
     images: dict[tuple[str, str], set[str]] = {}
     for row in rows:
         images.setdefault((row.protocol, row.data), set()).add(row.images)

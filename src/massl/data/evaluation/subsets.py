@@ -17,7 +17,7 @@ from massl.data.sources.base import DataError
 def balanced_choice(labels: Tensor, *, num_per_class: int, key: tuple[keyed_random.Key, ...]) -> Tensor:
     """Equally many images of every class."""
     if num_per_class < 1:
-        raise DataError(f"{num_per_class} images per class are asked for; choose at least 1")
+        raise DataError(f"{num_per_class} images per class are requested; choose at least 1")
     counts = _class_counts(labels)
     _require_enough(counts, torch.full_like(counts, num_per_class))
     return (_ranks_within_class(labels, key) < num_per_class).nonzero().flatten()
@@ -27,7 +27,7 @@ def balanced_choice(labels: Tensor, *, num_per_class: int, key: tuple[keyed_rand
 def fraction_choice(labels: Tensor, *, fraction: float, key: tuple[keyed_random.Key, ...]) -> Tensor:
     """The same share of every class, rounded, but at least one image of each that has any."""
     if not 0 < fraction <= 1:
-        raise DataError(f"a share of {fraction} of the images is asked for; choose one above 0 and at most 1")
+        raise DataError(f"a share of {fraction} of the images is requested; choose one above 0 and at most 1")
     wanted = (_class_counts(labels) * fraction).round().long().clamp_min(1)
     return (_ranks_within_class(labels, key) < wanted[labels]).nonzero().flatten()
 
@@ -103,6 +103,6 @@ def _require_enough(available: Tensor, wanted: Tensor) -> None:
     if short:
         first = short[0]
         raise DataError(
-            f"{len(short)} of {len(available)} classes have fewer images than asked for: "
-            f"class {first} has {int(available[first])} of {int(wanted[first])}; ask for fewer, or give a larger set"
+            f"{len(short)} of {len(available)} classes have fewer images than requested: "
+            f"class {first} has {int(available[first])} of {int(wanted[first])}; request fewer, or give a larger set"
         )

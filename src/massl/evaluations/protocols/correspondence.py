@@ -37,7 +37,7 @@ _SMALLEST_PICTURE = 160  # side in pixels below which a drawn view is enlarged
 
 class CorrespondenceSettings(Settings):
     num_images: int = Field(1000, gt=0, description="most test images whose views are matched, chosen by key")
-    radii: tuple[int, ...] = Field((0, 1, 2), min_length=1, description="largest errors in patches of a match")
+    radii: tuple[int, ...] = Field((0, 1, 2), min_length=1, description="a match within so many patches counts")
     size: int | None = Field(None, gt=0, description="side of the views in pixels; default: that of the model's images")
     cosine: bool = Field(False, description="match by cosine instead of the published dot product")
     num_points: int = Field(12, gt=0, description="drawn matches: those of the patches with the most attention")

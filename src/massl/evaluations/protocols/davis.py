@@ -42,7 +42,7 @@ NAMES: Final = ("davis", "davis2017", "davis-2017")  # folders called DAVIS-2017
 
 
 class DavisSettings(Settings):
-    short_side: int | None = Field(None, gt=0, description="of the frames in pixels; default: 480 * image size / 224")
+    short_side: int | None = Field(None, gt=0, description="shorter side of frames; default: 480 * image size / 224")
     num_context: int = Field(7, ge=0, description="preceding frames that labels are taken from, besides the first")
     radius: int = Field(12, gt=0, description="labels come from at most so many patches away")
     num_neighbours: int = Field(5, gt=0, description="patches whose labels are averaged")

@@ -57,7 +57,9 @@ class LinearSettings(SweepSettings):
         "image, extracted once, so that minutes replace hours; centre: the evaluation view, extracted once",
     )
     num_cached_crops: int = Field(4, gt=0, description="crops per image if cached; ImageNet needs 7.9 GB for each")
-    held_out: float = Field(0.05, ge=0, lt=1, description="share of the training images for choosing a rate; 0: none")
+    held_out: float = Field(
+        0.05, ge=0, lt=1, description="share of training images, at most 50,000, for choosing a rate honestly; 0: none"
+    )
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -201,7 +201,7 @@ class Sweep:
     def run(self, progress: Progress) -> TrainedHeads:
         """Train from the state of the file, or from the beginning."""
         self._restore()
-        distributed.barrier()  # nobody writes the file before all have read it
+        distributed.barrier()  # no process writes the file before all have read it
         saved_at = time.monotonic()
         for epoch in range(len(self._test_correct), self._settings.epochs):
             heads = self._heads = self._heads or self._initial_heads()

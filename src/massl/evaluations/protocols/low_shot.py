@@ -50,7 +50,7 @@ Scorer = Literal["knn", "logreg", "linear"]
 
 
 class LowShotSettings(Settings):
-    fractions: tuple[float, ...] = Field((0.01, 0.1), description="shares of every class, drawn by key; unless lists")
+    fractions: tuple[float, ...] = Field((0.01, 0.1), description="drawn shares of each class; not used with lists")
     lists: tuple[str, ...] = Field((), description="files that name the images of a share: SimCLR's 1percent.txt ...")
     scorers: tuple[Scorer, ...] = Field(("knn", "logreg", "linear"), description="classifiers learned from each share")
     per_class: tuple[int, ...] = Field((1, 2, 4), description="numbers of images per class, each drawn several times")

@@ -35,18 +35,11 @@ NAMES = {"roxford5k": "ROxford5k", "rparis6k": "RParis6k"}  # name of the ground
 Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difficulty:
-    """Fields of the ground truth with images that a query should find, or that are ignored; the rest are wrong."""
-
-    positive: tuple[str, ...]
-    junk: tuple[str, ...]
-
-
+# Difficulty -> fields of the ground truth with images to find, and with images that are ignored; the rest are wrong.
 DIFFICULTIES = {
-    "easy": Difficulty(positive=("easy",), junk=("junk", "hard")),
-    "medium": Difficulty(positive=("easy", "hard"), junk=("junk",)),
-    "hard": Difficulty(positive=("hard",), junk=("junk", "easy")),
+    "easy": (("easy",), ("junk", "hard")),
+    "medium": (("easy", "hard"), ("junk",)),
+    "hard": (("hard",), ("junk", "easy")),
 }
 
 
@@ -116,10 +109,8 @@ def measure_retrieval(extractor: Extractor, data: EvaluationData, settings: Retr
 
 def retrieval_scores(rankings: Tensor, truth: RetrievalTruth) -> Iterator[tuple[str, str, float, int]]:  # int64 [Q, M]
     """(difficulty, metric, percent, number of queries); a difficulty for which no query has answers is left out."""
-    for name, difficulty in DIFFICULTIES.items():
-        positive, junk = (
-            _marks(truth, fields).to(rankings.device) for fields in (difficulty.positive, difficulty.junk)
-        )
+    for name, fields in DIFFICULTIES.items():
+        positive, junk = (_marks(truth, of_kind).to(rankings.device) for of_kind in fields)
         if not bool(positive.any()):
             continue
         scores = {"mAP": average_precisions(rankings, positive, junk)}

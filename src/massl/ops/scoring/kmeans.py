@@ -27,7 +27,7 @@ def spherical_kmeans(
 ) -> Clusters:  # [N, D]
     """The best of several runs from different random points."""
     if not 0 < num_clusters <= len(rows):
-        raise ValueError(f"asked for {num_clusters} clusters of {len(rows)} points")
+        raise ValueError(f"{num_clusters} clusters requested of {len(rows)} points")
     # drawn on the CPU: the same points on any device
     starts = (keyed_random.permutation(len(rows), (key, restart))[:num_clusters] for restart in range(num_restarts))
     runs = (_one_run(rows, rows[start.to(rows.device)], num_iterations=num_iterations) for start in starts)

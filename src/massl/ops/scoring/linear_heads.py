@@ -77,7 +77,7 @@ def count_correct(weights: Tensor, biases: Tensor, rows: Tensor, labels: Tensor)
     """How many rows each head classifies correctly; none for a head whose numbers have overflowed."""
     correct = torch.zeros(len(weights), dtype=torch.int64, device=rows.device)
     chunk_rows = max(1, _MAX_LOGITS // biases.numel())
-    for some_rows, some_labels in zip(rows.split(chunk_rows), labels.split(chunk_rows), strict=True):
+    for some_rows, some_labels in zip(torch.split(rows, chunk_rows), torch.split(labels, chunk_rows), strict=True):
         logits = head_logits(weights, biases, some_rows)
         of_label = logits.gather(2, some_labels[:, None, None].expand(-1, len(weights), 1))[:, :, 0]
         correct += ((logits.argmax(dim=2) == some_labels[:, None]) & of_label.isfinite()).sum(dim=0)

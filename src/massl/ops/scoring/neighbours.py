@@ -10,7 +10,7 @@ def cosine_topk(
 ) -> tuple[Tensor, Tensor]:  # [Q, D], [M, D] -> [Q, k], [Q, k]
     """Similarities and indices of the `num_neighbours` most similar database rows, most similar first."""
     if not 0 < num_neighbours <= database.shape[0]:
-        raise ValueError(f"asked for {num_neighbours} neighbours among {database.shape[0]} rows")
+        raise ValueError(f"{num_neighbours} neighbours requested among {database.shape[0]} rows")
     rows = normalize(database.float(), dim=-1).T
     found = [
         torch.topk(normalize(chunk.float(), dim=-1) @ rows, num_neighbours, dim=-1)

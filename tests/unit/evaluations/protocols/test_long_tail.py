@@ -125,5 +125,5 @@ def test_a_tail_that_the_set_is_too_small_for_is_refused(extractor: Extractor, t
     data = EvaluationData(
         name="Pictures", train=pictures([0, 1, 2] * 5, seed=1), test=pictures([0, 1, 2], seed=2), output=tmp_path
     )
-    with pytest.raises(DataError, match="fewer images than asked for"):
+    with pytest.raises(DataError, match="fewer images than requested"):
         list(measure_long_tail(extractor, data, LongTailSettings(make=True, linear=LINEAR)))

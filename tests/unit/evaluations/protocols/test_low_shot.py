@@ -247,5 +247,5 @@ def test_a_fit_that_did_not_converge_in_one_draw_is_remarked_of_all() -> None:
 
 
 def test_too_few_images_are_refused_before_any_work(extractor: Extractor, data: EvaluationData) -> None:
-    with pytest.raises(DataError, match="classes have fewer images than asked for"):
+    with pytest.raises(DataError, match="classes have fewer images than requested"):
         next(measure_low_shot(extractor, data, LowShotSettings(per_class=(21,), linear=LINEAR)))

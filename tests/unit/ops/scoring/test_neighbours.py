@@ -36,7 +36,7 @@ def test_the_neighbours_are_those_a_plain_loop_finds(
 
 @pytest.mark.parametrize("num_neighbours", [0, 4])
 def test_more_neighbours_than_rows_are_refused(num_neighbours: int) -> None:
-    with pytest.raises(ValueError, match=f"asked for {num_neighbours} neighbours among 3 rows"):
+    with pytest.raises(ValueError, match=f"{num_neighbours} neighbours"):
         cosine_topk(draw(2, 4, seed=0), draw(3, 4, seed=1), num_neighbours=num_neighbours)
 
 
