@@ -224,6 +224,6 @@ def test_writers_that_meet_a_full_disk_say_so_without_a_traceback(
 
 
 def test_no_protocol_is_imported() -> None:
-    code = "import sys, massl.commands.embed; print([name for name in sys.modules if 'protocols' in name])"
+    code = "import sys, massl.commands.embed; print([name for name in sys.modules if 'evaluations.protocols' in name])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout == "[]\n"
