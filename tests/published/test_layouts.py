@@ -166,16 +166,17 @@ def test_whatever_torchvision_cannot_do_without_is_looked_for_beforehand(
 
 
 def test_nothing_of_the_suite_is_missing_below_the_published_root(published_root: Path, tmp_path: Path) -> None:
-    for item in plan_suite(published_root):
-        assert item.missing is None
-        data = item.open(tmp_path, warn=lambda message: None)
-        assert data.name == item.data_name
+    for entry, missing in plan_suite(published_root):
+        assert missing is None
+        data = open_data(entry.data, published_root, output=tmp_path, parts=entry.parts, warn=lambda message: None)
+        assert data.name == entry.data
 
 
 def test_one_missing_folder_takes_only_its_own_items_from_the_suite(published_root: Path, tmp_path: Path) -> None:
     for folder in published_root.iterdir():
         if folder.name not in ("gtsrb", "imagenet_lists"):
             (tmp_path / folder.name).symlink_to(folder)
-    missing = {(item.protocol, item.data_name) for item in plan_suite(tmp_path) if item.missing is not None}
+    planned = plan_suite(tmp_path)
+    missing = {(entry.protocol, entry.data) for entry, message in planned if message is not None}
     lists = {("clustering", "ImageNet-1%"), ("low-shot", "ImageNet"), ("long-tail", "ImageNet-LT")}
     assert missing == {("knn", "GTSRB"), ("logreg", "GTSRB")} | lists
