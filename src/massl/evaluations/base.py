@@ -74,7 +74,7 @@ def require_same_classes(train: ImageSource, test: ImageSource) -> int:
         first = next(pair for pair in zip(train.class_names, test.class_names, strict=True) if pair[0] != pair[1])
         raise DataError(f"class names of {train.name} and {test.name} differ: {first[0]!r} and {first[1]!r}{advice}")
     counts = torch.bincount(train_labels, minlength=len(train.class_names))
-    empty = [name for name, count in zip(train.class_names, counts.tolist(), strict=True) if count == 0]
+    empty = [name for name, count in zip(train.class_names, counts.tolist(), strict=False) if count == 0]
     if empty:
         problem = f"{train.name} has no image of {len(empty)} of its {len(train.class_names)} classes"
         raise DataError(f"{problem} ({_first_few(empty)}); add some, or remove the classes")

@@ -181,8 +181,8 @@ def _held_out_of_rest(bench: _Bench, train: ImageSource, drawn: Sequence[Tensor]
 
 
 def _linear_scores(bench: _Bench, trained: TrainedHeads, name: str, *, is_few: bool) -> Iterator[Score]:
+    assert bench.probe is not None
     for selection, top1 in trained.top1().items():
-        assert bench.probe is not None
         if is_few and bench.probe.validation is None:
             selection = selection.replace("held-out images", "other training images")
         # with a few images per class the published choice of a head is not named
