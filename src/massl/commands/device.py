@@ -3,11 +3,14 @@
 import contextlib
 import gc
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
 from massl import distributed
 from massl.config import RecipeError
+
+Device = Literal["auto", "cpu", "cuda"]
 
 
 def choose_device(wanted: str, *, option: str) -> torch.device:

@@ -43,8 +43,8 @@ def embed(
 ) -> Path:
     """Write the features of all images of `data`, with their keys and labels, to the file `output`.
 
-    The file's ending chooses the format: .parquet, .npz or .safetensors. `overrides` sets what else `massl embed --help`
-    lists, e.g. {"image_size": 96}.
+    The file's ending chooses the format: .parquet, .npz or .safetensors. `overrides` sets any other option of
+    `massl embed --help`, e.g. {"image_size": 96}.
     """
     values = merge({"model": str(model), "data": str(data), "output": str(output)}, overrides or {})
     return run_embedding(validate(EmbedSettings, values, origin="embed"))

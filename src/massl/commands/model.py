@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 from rich.console import Console
@@ -14,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from massl import distributed
 from massl.commands.arguments import ModelName
 from massl.commands.console import message_console, print_line
-from massl.commands.device import choose_device, host_threads_for
+from massl.commands.device import Device, choose_device, host_threads_for
 from massl.data.evaluation.views import PUBLISHED_CROP_RATIO, whole_patches
 from massl.evaluations.features import ExtractionSettings, Extractor
 from massl.evaluations.features import Progress as ProgressFunction
@@ -51,7 +50,7 @@ class ModelSettings(ExtractionSettings):
         description="of timm names: load timm's weights; default: where the name has a tag, as in "
         "vit_small_patch16_224.dino",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one")
+    device: Device = Field("auto", description="auto: a GPU where there is one")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 from massl import distributed, keyed_random
 from massl.commands.arguments import parse
 from massl.commands.console import require_writable
+from massl.commands.device import Device
 from massl.commands.model import ModelSettings, model_on_device
 from massl.config import merge, validate
 from massl.data.sources import open_source
@@ -75,7 +76,7 @@ def visualize(
     num_neighbours: int = 8,
     database: str | Path = "",
     seed: int = 0,
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Device = "auto",
     overrides: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Draw what a model sees in some images; returns the files written, sheets first.
@@ -111,7 +112,7 @@ def run_visualization(settings: VisualizeSettings) -> list[Path]:
     require_writable(settings.folder)
     cache = Path(settings.cache).expanduser() if settings.cache else None
     with model_on_device(settings, cache=cache) as (extractor, _):
-        return DRAWERS[settings.kind](extractor, source, settings)
+        return _DRAWERS[settings.kind](extractor, source, settings)
 
 
 def _chosen_images(source: ImageSource, settings: VisualizeSettings) -> Tensor:
@@ -255,7 +256,7 @@ def _save_pages(
     return pages
 
 
-DRAWERS: dict[PictureKind, Callable[[Extractor, ImageSource, VisualizeSettings], list[Path]]] = {
+_DRAWERS: dict[PictureKind, Callable[[Extractor, ImageSource, VisualizeSettings], list[Path]]] = {
     "attention": _save_attention,
     "correspondence": _save_correspondence,
     "neighbours": _save_neighbours,

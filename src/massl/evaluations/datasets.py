@@ -109,7 +109,7 @@ def _share_of_imagenet(list_name: str, num_images: int) -> Dataset:
 
     expected = (f"imagenet_lists/{list_name}", *IMAGENET_TRAIN.expected)
     train = Split(open=open_share, expected=expected, num_images=num_images)
-    advice = f"the list {list_name} is in imagenet_subsets of Google Research's SimCLR repository; {IMAGENET_ADVICE}"
+    advice = f"the list {list_name} is in imagenet_subsets of Google Research's SimCLR repository; {_IMAGENET_ADVICE}"
     return Dataset(parts={"train": train, "test": IMAGENET_VAL}, num_classes=1000, advice=advice)
 
 
@@ -146,7 +146,7 @@ def _folder(
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 IMAGENET_TRAIN, IMAGENET_VAL = _imagenet("train", 1_281_167), _imagenet("val", 50_000)
-IMAGENET_ADVICE = (
+_IMAGENET_ADVICE = (
     "register at the ImageNet project, fetch the training and validation images of ILSVRC-2012 and unpack them into "
     "one folder per class (n01440764 and so on) below {root}/imagenet/train and {root}/imagenet/val, or put links there"
 )
@@ -157,7 +157,7 @@ DATASETS: dict[str, Dataset] = {
         parts={"train": IMAGENET_TRAIN, "test": IMAGENET_VAL},
         num_classes=1000,
         aliases=("ImageNet-1k",),
-        advice=IMAGENET_ADVICE,
+        advice=_IMAGENET_ADVICE,
     ),
     "ImageNet-1%": _share_of_imagenet("1percent.txt", 12_811),
     "ImageNet-10%": _share_of_imagenet("10percent.txt", 128_116),
@@ -169,7 +169,7 @@ DATASETS: dict[str, Dataset] = {
         },
         num_classes=1000,
         advice="the lists ImageNet_LT_train.txt, _val.txt and _test.txt are in data/ImageNet_LT of Facebook Research's "
-        f"classifier-balancing repository; for images, {IMAGENET_ADVICE}",
+        f"classifier-balancing repository; for images, {_IMAGENET_ADVICE}",
     ),
     "Pets": _torchvision(
         ("OxfordIIITPet", "oxford-iiit-pet", "images/*.jpg"),

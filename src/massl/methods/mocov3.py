@@ -80,7 +80,7 @@ class MoCoV3(Method):
         model = backbone.model
         if isinstance(model, VisionTransformer):
             backbone.fix_positions(first_axis="rows")
-            seeded(self.seed, "transformer", lambda: draw_weights(model))
+            seeded(self.seed, "transformer", lambda: _draw_weights(model))
             if self.settings.freeze_patch_embedding:
                 model.patch_embed.proj.requires_grad_(False)
         projector = seeded(
@@ -124,7 +124,7 @@ class MoCoV3(Method):
         return unused + caution_on_parts(plan, "MoCo-v3", "keys and batch statistics")
 
 
-def draw_weights(model: VisionTransformer) -> VisionTransformer:
+def _draw_weights(model: VisionTransformer) -> VisionTransformer:
     """The authors' initial weights: Xavier-uniform, with query, key and value as three matrices; zero biases.
 
     The patch embedding is one matrix, the class token is nearly zero, norms are not changed.

@@ -38,7 +38,7 @@ class RunFolderError(MasslError, ValueError):
     """The output folder cannot be used for this run; the message says why and what to do."""
 
 
-def binding_values(recipe: Settings) -> dict[str, Any]:
+def _binding_values(recipe: Settings) -> dict[str, Any]:
     """The settings of a recipe that affect the result of a run."""
     return {key: value for key, value in flatten(recipe).items() if key not in MAY_CHANGE}
 
@@ -58,7 +58,7 @@ class RunFolder:
 
     def binding_text(self) -> str:
         """The binding values as text, stored in each checkpoint."""
-        return json.dumps(binding_values(self.recipe), sort_keys=True)
+        return json.dumps(_binding_values(self.recipe), sort_keys=True)
 
     def differences_from(self, kept: str) -> list[str]:
         """Differences of a checkpoint's binding values, in words; settings added since then are ignored."""
@@ -127,12 +127,12 @@ class RunFolder:
         if not self._has_begun():
             return
         try:
-            before = binding_values(validate(type(self.recipe), read_yaml(self.recipe_file), origin="recipe.yaml"))
+            before = _binding_values(validate(type(self.recipe), read_yaml(self.recipe_file), origin="recipe.yaml"))
         except RecipeError as error:
             raise RunFolderError(
                 f"{self.recipe_file} is not a valid recipe ({error}); choose another --output"
             ) from None
-        now = binding_values(self.recipe)
+        now = _binding_values(self.recipe)
         differences = [
             f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
             for key in sorted({*before, *now})

@@ -27,7 +27,7 @@ from massl.weights.io import (
 )
 from massl.weights.key_maps import backbone_of, shape_of
 
-PUBLISHED_IMAGE_SIZE = 224
+_PUBLISHED_IMAGE_SIZE = 224
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -52,7 +52,7 @@ class LoadedModel:
             if size is not None and len(model.blocks) == (24 if size == "L" else 12):
                 shape = f"ViT-{size}/{model.patch_embed.patch_size[0]}"
                 own_size = own_image_size(model)
-                return shape if own_size == PUBLISHED_IMAGE_SIZE else f"{shape} at {own_size} px"
+                return shape if own_size == _PUBLISHED_IMAGE_SIZE else f"{shape} at {own_size} px"
         return str(self.backbone.timm_arguments["model_name"])
 
 

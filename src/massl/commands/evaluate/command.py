@@ -24,7 +24,7 @@ from massl.nn.token_readout import UnsuitableModel
 from massl.reports.tables import ResultsTable, as_markdown, results_table, transfer_averages
 from massl.weights.models import own_image_size
 
-TABLE_FILE = "results.md"
+_TABLE_FILE = "results.md"
 
 DESCRIPTION = """Judge a model by the paper's protocols.
 
@@ -184,13 +184,13 @@ def _print_results(rows: list[ResultRow], missing: Mapping[str, str], failed: Ma
         num_measured = len({(row.protocol, row.data) for row in rows})
         print_line(screen, f"measured {num_measured}, missing {len(missing)}, failed {len(failed)}")
     if rows:
-        print_line(screen, f"results: {folder / RESULTS_FILE}, {folder / TABLE_FILE}")
+        print_line(screen, f"results: {folder / RESULTS_FILE}, {folder / _TABLE_FILE}")
 
 
 def _write_table(rows: list[ResultRow], folder: Path) -> None:
     """All results in the folder, of any model, as Markdown."""
     if rows:
-        (folder / TABLE_FILE).write_text(as_markdown(_table(rows)) + "\n", encoding="utf-8")
+        (folder / _TABLE_FILE).write_text(as_markdown(_table(rows)) + "\n", encoding="utf-8")
 
 
 def _table(rows: list[ResultRow]) -> ResultsTable:

@@ -9,7 +9,7 @@ from massl.commands.model import ModelSettings
 from massl.config import closest
 from massl.evaluations.protocols import PROTOCOLS
 
-NO_CACHE = "none"
+_NO_CACHE = "none"
 
 
 class EvaluationRequest(ModelSettings):
@@ -38,7 +38,7 @@ class EvaluationRequest(ModelSettings):
         None, description="what the data are called in the results; default: the URI of the test images"
     )
     cache: str = Field(
-        "", description=f"folder where features are kept; default: OUTPUT/features; {NO_CACHE}: they are not kept"
+        "", description=f"folder where features are kept; default: OUTPUT/features; {_NO_CACHE}: they are not kept"
     )
     again: bool = Field(False, description="measure again what the results already hold")
 
@@ -61,7 +61,7 @@ class EvaluationRequest(ModelSettings):
         return self
 
     def cache_folder(self) -> Path | None:
-        if self.cache == NO_CACHE:
+        if self.cache == _NO_CACHE:
             return None
         return Path(self.cache).expanduser() if self.cache else Path(self.output).expanduser() / "features"
 

@@ -12,8 +12,8 @@ from pydantic import Field, model_validator
 
 from massl.commands.arguments import parse
 from massl.commands.console import command_text, message_console, print_line
+from massl.commands.device import Device
 from massl.commands.recipe import load_recipe, shipped_recipes
-from massl.commands.report.figures import Device, figures_of
 from massl.commands.report.files import require_page_file, runs_of_comparison, write_page
 from massl.config import MasslError, Settings, flatten, validate
 from massl.evaluations.measurement import EvaluationError
@@ -152,6 +152,8 @@ def _sections(runs: Sequence[Run], ablations: Sequence[Path], settings: ReportSe
         sections.append(ablations_section(ablations))
     with_backbones = {run.label: run.folder for run in runs if (run.folder / "backbone.safetensors").exists()}
     if settings.figures and with_backbones:
+        from massl.commands.report.figures import figures_of  # opens networks: not needed with --no-figures
+
         sections += figures_of(with_backbones, data=settings.data, device=settings.device)
     return [*sections, reproduction_section(runs, packaged_recipes(runs), command=command)]
 

@@ -4,11 +4,11 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from massl import keyed_random
+from massl.commands.device import Device
 from massl.commands.model import ModelSettings, model_on_device
 from massl.commands.recipe import PretrainRecipe
 from massl.config import read_yaml, validate
@@ -19,7 +19,6 @@ from massl.reports.page.sections.figures import EXPECTED_FAILURES, Drawn, draw_p
 from massl.reports.page.templates import Section
 from massl.reports.pictures.run_features import RunFeatures, Sample
 
-Device = Literal["auto", "cpu", "cuda"]
 _NUM_IMAGES = 1500  # dots of a map
 _NUM_DATABASE = 4000  # images searched for neighbours: a few seconds of a small network on a CPU
 

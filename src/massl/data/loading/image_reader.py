@@ -12,10 +12,10 @@ from massl.data.loading.decode import UnreadableImage, as_tensor, decode
 from massl.data.loading.gpu_decode import JpegDecoder, decode_or_none, suits_gpu
 from massl.data.sources.base import DataError, ImageSource
 
-UNLABELLED = -1
-MAX_UNREADABLE_SHARE = 0.05
-MIN_TRIED_TO_JUDGE = 100
-MAX_TRIES = 16  # the image and its replacements: at the largest allowed share all of them fail once in 10**20 times
+_UNLABELLED = -1
+_MAX_UNREADABLE_SHARE = 0.05
+_MIN_TRIED_TO_JUDGE = 100
+_MAX_TRIES = 16  # the image and its replacements: at the largest allowed share all of them fail once in 10**20 times
 
 Tried = dict[int, str | None]  # index -> why the image cannot be read, or None if it was read
 
@@ -36,7 +36,7 @@ class ReadResult(NamedTuple):
 
 def label_number(label: int | None) -> int:
     """The label as batches store it."""
-    return UNLABELLED if label is None else label
+    return _UNLABELLED if label is None else label
 
 
 class ImageReader:
@@ -88,7 +88,7 @@ class ImageReader:
         """The image, or a replacement drawn by the image's own key: the same in every run and worker."""
         tried: Tried = {}
         candidate = index
-        for attempt in range(MAX_TRIES):
+        for attempt in range(_MAX_TRIES):
             try:
                 image = self.read(candidate)
             except UnreadableImage as error:
@@ -147,8 +147,8 @@ class ReadabilityRecord:
                 messages.append(f"{self._source.key_of(index)}: {reason}")
         self._num_unreadable += len(messages)
         self._examples += messages[: 3 - len(self._examples)]
-        can_judge = self._num_tried >= min(MIN_TRIED_TO_JUDGE, len(self._source))
-        if can_judge and self._num_unreadable > MAX_UNREADABLE_SHARE * self._num_tried:
+        can_judge = self._num_tried >= min(_MIN_TRIED_TO_JUDGE, len(self._source))
+        if can_judge and self._num_unreadable > _MAX_UNREADABLE_SHARE * self._num_tried:
             raise self.error()  # before reporting each: there may be thousands
         for message in messages:
             self._on_skip(message)
@@ -156,5 +156,5 @@ class ReadabilityRecord:
     def error(self) -> DataError:
         return DataError(
             f"{self._num_unreadable} of {self._num_tried} images tried in {self._source.name} cannot be read, more "
-            f"than {MAX_UNREADABLE_SHARE:.0%}; repair or remove them. For example {'; '.join(self._examples)}"
+            f"than {_MAX_UNREADABLE_SHARE:.0%}; repair or remove them. For example {'; '.join(self._examples)}"
         )

@@ -25,7 +25,7 @@ def _open_parts(location: str, *, name: str) -> ImageSource:
     return open_joined(location, name=name, open_part=open_source)
 
 
-OPENERS: dict[str, Opener] = {
+_OPENERS: dict[str, Opener] = {
     "folder": open_folder,
     "demo": open_demo,
     "torchvision": open_torchvision,
@@ -38,10 +38,10 @@ def open_source(uri: str | Path) -> ImageSource:
     scheme = re.match(r"([A-Za-z][\w+-]*):", uri) if isinstance(uri, str) else None
     if scheme is None:
         return _open_path(uri)
-    opener = OPENERS.get(scheme[1])
+    opener = _OPENERS.get(scheme[1])
     if opener is None:
-        schemes = ", ".join(f"{known}:" for known in OPENERS)
-        problem = f"{uri}: unknown scheme {scheme[1]!r}.{closest(scheme[1], OPENERS)}"
+        schemes = ", ".join(f"{known}:" for known in _OPENERS)
+        problem = f"{uri}: unknown scheme {scheme[1]!r}.{closest(scheme[1], _OPENERS)}"
         raise DataError(f"{problem} Use {schemes} or a path (./{uri} if it is one)")
     return opener(str(uri)[scheme.end() :], name=str(uri))
 

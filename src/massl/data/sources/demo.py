@@ -10,11 +10,11 @@ from massl.config import closest
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError, Pixels
 
-SPLITS = ("train", "test")
-CLASS_NAMES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+_SPLITS = ("train", "test")
+_CLASS_NAMES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 
-@lru_cache(maxsize=len(SPLITS))
+@lru_cache(maxsize=len(_SPLITS))
 def _load(split: str) -> tuple[Pixels, NDArray[np.uint8]]:
     with (
         (resources.files("massl.data.sources") / "fashion_mnist_subset.npz").open("rb") as file,
@@ -27,7 +27,7 @@ def _load(split: str) -> tuple[Pixels, NDArray[np.uint8]]:
 
 
 def open_demo(location: str, *, name: str) -> ArraySource:
-    if location not in SPLITS:
-        raise DataError(f"{name}: unknown split {location!r}.{closest(location, SPLITS)} Use demo:train or demo:test")
+    if location not in _SPLITS:
+        raise DataError(f"{name}: unknown split {location!r}.{closest(location, _SPLITS)} Use demo:train or demo:test")
     images, labels = _load(location)
-    return ArraySource(name=name, pixels=images, labels=labels, class_names=CLASS_NAMES, key_prefix=location)
+    return ArraySource(name=name, pixels=images, labels=labels, class_names=_CLASS_NAMES, key_prefix=location)

@@ -13,7 +13,7 @@ from massl.config import closest
 from massl.data.sources.base import DataError, EncodedImage, Orientation, known_orientation, split_query
 from massl.data.sources.file_stamps import digest_of_files
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 
 LabelRule = Literal["auto", "none", "folders"]
 
@@ -45,7 +45,7 @@ class FolderSource:
             self._folders.append(folder)
             self._folder_ends.append(len(self._file_name_ends))
         if not self._folders:
-            raise DataError(f"{root} holds no images; expected {' '.join(IMAGE_SUFFIXES)} or class folders of them")
+            raise DataError(f"{root} holds no images; expected {' '.join(_IMAGE_SUFFIXES)} or class folders of them")
         self.class_names, self._folder_labels = self._find_classes(labels)
         # not classes here, but other parts of the set may have images of them: for messages about class names
         self.empty_class_folders = () if self.class_names is None else _other_folders(root, self.class_names)
@@ -106,7 +106,7 @@ def _folders_with_images(
                     continue
                 if entry.is_dir():
                     folder_names.append(entry.name)
-                elif entry.name.lower().endswith(IMAGE_SUFFIXES) and entry.is_file():
+                elif entry.name.lower().endswith(_IMAGE_SUFFIXES) and entry.is_file():
                     file_names.append(entry.name)
     except OSError as error:
         raise DataError(f"{path} cannot be listed: {error.strerror}") from None

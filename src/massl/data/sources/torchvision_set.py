@@ -19,9 +19,9 @@ from massl.data.sources.base import DataError, EncodedImage, Pixels, split_query
 from massl.data.sources.file_stamps import digest_of_files, files_below
 
 # attributes with labels (CIFAR, DTD and Pets, SVHN and STL10, Caltech101) or (path, label) pairs (ImageNet, Cars)
-LABEL_ATTRIBUTES = ("targets", "_labels", "labels", "y", "samples", "_samples")
+_LABEL_ATTRIBUTES = ("targets", "_labels", "labels", "y", "samples", "_samples")
 # attributes with the set's own folder (ImageNet, Pets and most others, Aircraft, SUN397); CIFAR: root / base_folder
-FOLDER_ATTRIBUTES = ("split_folder", "_base_folder", "_data_path", "_data_dir")
+_FOLDER_ATTRIBUTES = ("split_folder", "_base_folder", "_data_path", "_data_dir")
 
 
 class _Dataset(Protocol):
@@ -87,7 +87,7 @@ class TorchvisionSource:
 
     @cached_property
     def _labels(self) -> NDArray[np.int64] | None:
-        for attribute in LABEL_ATTRIBUTES:
+        for attribute in _LABEL_ATTRIBUTES:
             labels = _as_labels(getattr(self._dataset, attribute, None), num_images=len(self))
             if labels is not None:
                 return labels
@@ -127,7 +127,7 @@ def _pixels_in_memory(dataset: _Dataset, *, first_image: Pixels) -> Pixels | Non
 def _own_folder(dataset: _Dataset) -> Path | None:
     """The smallest known folder with the set's files."""
     root = getattr(dataset, "root", None)
-    candidates = [getattr(dataset, attribute, None) for attribute in FOLDER_ATTRIBUTES]
+    candidates = [getattr(dataset, attribute, None) for attribute in _FOLDER_ATTRIBUTES]
     below_root = getattr(dataset, "base_folder", None)
     if isinstance(root, str | PurePath) and isinstance(below_root, str):
         candidates.append(Path(root, below_root))

@@ -23,7 +23,7 @@ from massl.evaluations.measurement import EvaluationError, Measurement, Setting
 from massl.evaluations.protocols.linear import HEAD_FILE, SavedHead, load_head
 from massl.ops.scoring.linear_heads import classify
 
-NUM_IMAGENET_CLASSES = 1000
+_NUM_IMAGENET_CLASSES = 1000
 # Group, in the order of the release's folders -> its classes, as indices of ImageNet's sorted class names.
 CLASSES_OF_GROUPS: dict[str, str] = {
     "dog": "151-170 173-268",
@@ -50,7 +50,7 @@ class BackgroundsSettings(Settings):
 
 def group_of_classes() -> Tensor:  # -> [1000] int64
     """The group of every class of ImageNet, -1 for none."""
-    groups = torch.full((NUM_IMAGENET_CLASSES,), -1)
+    groups = torch.full((_NUM_IMAGENET_CLASSES,), -1)
     for number, ranges in enumerate(CLASSES_OF_GROUPS.values()):
         for first_and_last in ranges.split():
             first, _, last = first_and_last.partition("-")
@@ -105,8 +105,8 @@ def _variants(folder: Path) -> dict[str, FolderSource]:
 def _require_fitting(head: SavedHead, extractor: Extractor) -> None:
     """Raise unless the head was trained on ImageNet with this model and feature."""
     model, chosen, problem = extractor.model, extractor.chosen_feature(head.feature), ""
-    if len(head.class_names) != NUM_IMAGENET_CLASSES:
-        problem = f"has {len(head.class_names)} classes; run the linear protocol on ImageNet's {NUM_IMAGENET_CLASSES}"
+    if len(head.class_names) != _NUM_IMAGENET_CLASSES:
+        problem = f"has {len(head.class_names)} classes; run the linear protocol on ImageNet's {_NUM_IMAGENET_CLASSES}"
     elif head.backbone != model.fingerprint:
         problem = f"was trained with another model than {model.name}; run the linear protocol with this one"
     elif head.view_size != model.image_size:

@@ -14,7 +14,7 @@ from massl.evaluations.measurement import EvaluationError, Measurement, Setting
 from massl.ops.scoring.kmeans import assign, spherical_kmeans
 
 # Published numbers of clusters other than the number of classes: NMI and AMI of ViTs on CIFAR-10 fit 47, not 10.
-PUBLISHED_KS = {"CIFAR-10": {47: "as published for ViTs"}}
+_PUBLISHED_KS = {"CIFAR-10": {47: "as published for ViTs"}}
 _CHUNK_ROWS = 65_536
 
 
@@ -74,7 +74,7 @@ def agreement(labels: Tensor, clusters: Tensor) -> dict[str, float]:  # [Q], [Q]
 
 def cluster_numbers(data_name: str, *, num_classes: int, ks: tuple[int, ...]) -> dict[int, Setting]:
     """How many clusters to look for -> the setting in the results, each number once."""
-    notes = {num_classes: "classes", **PUBLISHED_KS.get(data_name, {})}
+    notes = {num_classes: "classes", **_PUBLISHED_KS.get(data_name, {})}
     return {k: Setting(k=k, note=notes.get(k, "")) for k in dict.fromkeys((*notes, *ks))}
 
 

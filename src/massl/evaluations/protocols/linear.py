@@ -45,7 +45,7 @@ from massl.evaluations.protocols.linear_training import (
 from massl.files import replacing
 
 HEAD_FILE = "linear_head.safetensors"
-CURVE_FILE = "linear_curve.json"
+_CURVE_FILE = "linear_curve.json"
 MAX_HELD_OUT = 50_000
 _WIDEST_FOR_LAST4 = 384  # wider transformers are read as class token and mean patch token
 
@@ -89,7 +89,7 @@ class LinearProbe:
 
     @property
     def feature_remarks(self) -> tuple[str, ...]:
-        return () if self.feature == usual_feature(self.extractor) else (f"feature {self.feature}",)
+        return () if self.feature == _usual_feature(self.extractor) else (f"feature {self.feature}",)
 
     def setting(self, selection: str, *, prefix: str = "", remarks: tuple[str, ...] = ()) -> Setting:
         """How results name the accuracy of a head chosen by `selection`."""
@@ -98,7 +98,7 @@ class LinearProbe:
         return Setting(name=prefix + name, note=note.removesuffix(")"), remarks=remarks)
 
 
-def usual_feature(extractor: Extractor) -> str:
+def _usual_feature(extractor: Extractor) -> str:
     """The feature that iBOT probes: of four blocks for a ViT-S, of the last one for wider transformers."""
     return "cls_last4" if extractor.model.backbone.dim <= _WIDEST_FOR_LAST4 else "cls_mean"
 
@@ -108,7 +108,7 @@ def prepare_probe(extractor: Extractor, data: EvaluationData, settings: LinearSe
     assert data.train is not None
     assert data.test is not None
     num_classes = require_same_classes(data.train, data.test)
-    feature = extractor.chosen_feature(usual_feature(extractor))
+    feature = extractor.chosen_feature(_usual_feature(extractor))
     validation = None
     if data.validation is not None:
         require_same_classes(data.train, data.validation)
@@ -204,14 +204,14 @@ def measure_linear(extractor: Extractor, data: EvaluationData, settings: LinearS
     trained = train_heads(probe, data.train, held_out=held_out_of(probe, data.train))
     if distributed.is_main():
         save_head(data.output / HEAD_FILE, trained, probe, class_names=data.train.class_names or ())
-        write_curves(data.output / CURVE_FILE, trained)
+        _write_curves(data.output / _CURVE_FILE, trained)
     for selection, value in trained.top1().items():
         setting = probe.setting(selection)
         yield Measurement(data=data.name, setting=setting, metric="top1", value=value, num_samples=len(probe.test))
     forget([trained])
 
 
-def write_curves(path: Path, trained: TrainedHeads) -> None:
+def _write_curves(path: Path, trained: TrainedHeads) -> None:
     """Accuracies in percent (one inner list per epoch, one number per base rate) and the chosen heads, as JSON."""
     curves = {
         "base_rates": trained.base_rates,

@@ -27,8 +27,8 @@ from massl.ops.scoring.linear_heads import LinearHeads, count_correct, matrix_pr
 
 PUBLISHED = "best over rates and epochs (as published)"
 HONEST = "rate chosen on held-out images"
-LAST_EPOCH = "last epoch, best over rates"
-HONEST_LAST_EPOCH = "last epoch, rate chosen on held-out images"
+_LAST_EPOCH = "last epoch, best over rates"
+_HONEST_LAST_EPOCH = "last epoch, rate chosen on held-out images"
 
 _RATE_UNIT = 256  # batch size of the base rates
 _INITIAL_DEVIATION = 0.01
@@ -157,11 +157,11 @@ class TrainedHeads:
 
     def top1(self) -> dict[str, float]:
         """Test accuracy by each way of choosing a head; the first two choose on the test images."""
-        values = {PUBLISHED: float(self.test_top1.max()), LAST_EPOCH: float(self.test_top1[-1].max())}
+        values = {PUBLISHED: float(self.test_top1.max()), _LAST_EPOCH: float(self.test_top1[-1].max())}
         if self.held_out_top1 is not None:
             honest = self.chosen[HONEST]
             values[HONEST] = float(self.test_top1[honest.epoch, honest.rate_index])
-            values[HONEST_LAST_EPOCH] = float(self.test_top1[-1, int(self.held_out_top1[-1].argmax())])
+            values[_HONEST_LAST_EPOCH] = float(self.test_top1[-1, int(self.held_out_top1[-1].argmax())])
         return values
 
 

@@ -30,7 +30,7 @@ from massl.evaluations.protocols.linear_training import ChosenHead
 from massl.ops.scoring.linear_heads import classify, matrix_products
 
 # Classes by their number of training images, (fewest, most), as Liu et al. divide them.
-GROUPS: dict[str, tuple[float, float]] = {"many": (101, math.inf), "medium": (20, 100), "few": (0, 19)}
+_GROUPS: dict[str, tuple[float, float]] = {"many": (101, math.inf), "medium": (20, 100), "few": (0, 19)}
 
 
 class LongTailSettings(Settings):
@@ -76,7 +76,7 @@ def accuracy_by_group(predicted: Tensor, labels: Tensor, num_train_images: Tenso
     """Group of classes -> accuracy in percent and number of test images; groups without test images are left out."""
     frequencies = num_train_images[labels]
     scores = {}
-    for group, (fewest, most) in GROUPS.items():
+    for group, (fewest, most) in _GROUPS.items():
         correct = (predicted == labels)[(frequencies >= fewest) & (frequencies <= most)]
         if len(correct) > 0:
             scores[group] = (100.0 * float(correct.double().mean()), len(correct))

@@ -36,7 +36,7 @@ Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 
 
 # Difficulty -> fields of the ground truth with images to find, and with images that are ignored; the rest are wrong.
-DIFFICULTIES = {
+_DIFFICULTIES = {
     "easy": (("easy",), ("junk", "hard")),
     "medium": (("easy", "hard"), ("junk",)),
     "hard": (("hard",), ("junk", "easy")),
@@ -109,7 +109,7 @@ def measure_retrieval(extractor: Extractor, data: EvaluationData, settings: Retr
 
 def retrieval_scores(rankings: Tensor, truth: RetrievalTruth) -> Iterator[tuple[str, str, float, int]]:  # int64 [Q, M]
     """(difficulty, metric, percent, number of queries); a difficulty for which no query has answers is left out."""
-    for name, fields in DIFFICULTIES.items():
+    for name, fields in _DIFFICULTIES.items():
         positive, junk = (_marks(truth, of_kind).to(rankings.device) for of_kind in fields)
         if not bool(positive.any()):
             continue

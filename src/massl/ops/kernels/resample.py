@@ -24,13 +24,13 @@ ROW_AXIS, COLUMN_AXIS, FACTORS, ORDER, JITTERED, GREYED, SOLARISED, SIGMA = map(
     tl.constexpr, (4, 8, 12, 16, 20, 21, 22, 23)
 )
 NUM_COLUMNS = tl.constexpr(24)
-NUM_PHOTOMETRIC = 12
+_NUM_PHOTOMETRIC = 12
 
 
 def pack_photometric(
     factors: Tensor, order: Tensor, *, jittered: Tensor, greyed: Tensor, solarised: Tensor, sigmas: Tensor
 ) -> Tensor:
-    """[N, 4], [N, 4], the others [N] -> float32 [N, NUM_PHOTOMETRIC]. A sigma of 0 means no blur."""
+    """[N, 4], [N, 4], the others [N] -> float32 [N, _NUM_PHOTOMETRIC]. A sigma of 0 means no blur."""
     return torch.cat([factors, order, torch.stack([jittered, greyed, solarised, sigmas], dim=1)], dim=1).float()
 
 
@@ -41,7 +41,7 @@ def pack_jobs(
     places = torch.cat([images.offsets[:, None].view(torch.int32), images.sizes.int()], dim=1)[sources]
     axes = torch.stack([*rows, *columns], dim=1)
     if photometric is None:
-        photometric = axes.new_zeros(len(sources), NUM_PHOTOMETRIC)
+        photometric = axes.new_zeros(len(sources), _NUM_PHOTOMETRIC)
     return torch.cat([places, axes.view(torch.int32), photometric.view(torch.int32)], dim=1)
 
 

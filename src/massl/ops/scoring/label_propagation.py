@@ -13,7 +13,7 @@ from torch.nn.functional import conv2d, interpolate, normalize
 
 _CHUNK_ELEMENTS = 1 << 26  # similarities at once: 256 MiB
 
-CONTOUR_TOLERANCE = 0.008  # largest distance between matching contours / diagonal of the image
+_CONTOUR_TOLERANCE = 0.008  # largest distance between matching contours / diagonal of the image
 
 
 def propagate_labels(
@@ -83,7 +83,7 @@ def region_similarity(masks: Tensor, truths: Tensor) -> Tensor:  # bool [M, H, W
 
 def contour_accuracy(masks: Tensor, truths: Tensor) -> Tensor:  # bool [M, H, W], bool [M, H, W] -> [M] float64
     """F: harmonic mean of precision and recall of contour pixels, matched within 0.8 % of the diagonal."""
-    tolerance = math.ceil(CONTOUR_TOLERANCE * math.hypot(*masks.shape[1:]))
+    tolerance = math.ceil(_CONTOUR_TOLERANCE * math.hypot(*masks.shape[1:]))
     contours, true_contours = contour(masks), contour(truths)
     precision = _share_near(contours, true_contours, tolerance)
     recall = _share_near(true_contours, contours, tolerance)

@@ -36,7 +36,7 @@ def new_heads(weights: Tensor) -> LinearHeads:  # [H, C, D]
     )
 
 
-def head_logits(weights: Tensor, biases: Tensor, rows: Tensor) -> Tensor:  # [H, C, D], [H, C], [B, D] -> [B, H, C]
+def _head_logits(weights: Tensor, biases: Tensor, rows: Tensor) -> Tensor:  # [H, C, D], [H, C], [B, D] -> [B, H, C]
     return torch.addmm(biases.flatten(), rows, weights.flatten(0, 1).T).view(-1, *biases.shape)
 
 
@@ -44,7 +44,7 @@ def mean_loss_gradients(
     heads: LinearHeads, rows: Tensor, labels: Tensor, *, kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # [B, D], [B], [B, H] bool -> [H, C, D], [H, C]
     """Gradients of each head's mean cross-entropy over its `kept` rows, (softmax - one-hot) / number; 0 for no rows."""
-    errors = head_logits(heads.weights, heads.biases, rows).softmax(dim=2)
+    errors = _head_logits(heads.weights, heads.biases, rows).softmax(dim=2)
     errors[torch.arange(len(rows), device=rows.device), :, labels] -= 1.0
     if kept is None:
         errors /= len(rows)
@@ -78,7 +78,7 @@ def count_correct(weights: Tensor, biases: Tensor, rows: Tensor, labels: Tensor)
     correct = torch.zeros(len(weights), dtype=torch.int64, device=rows.device)
     chunk_rows = max(1, _MAX_LOGITS // biases.numel())
     for some_rows, some_labels in zip(torch.split(rows, chunk_rows), torch.split(labels, chunk_rows), strict=True):
-        logits = head_logits(weights, biases, some_rows)
+        logits = _head_logits(weights, biases, some_rows)
         of_label = logits.gather(2, some_labels[:, None, None].expand(-1, len(weights), 1))[:, :, 0]
         correct += ((logits.argmax(dim=2) == some_labels[:, None]) & of_label.isfinite()).sum(dim=0)
     return correct

@@ -70,7 +70,7 @@ def map_markup(drawn: EmbeddingMap, *, title: str) -> Markup:
         "names": drawn.class_names or (),
         "side": drawn.sprites.side,
         "columns": drawn.sprites.num_columns,
-        "sprite": sprite_id(drawn.sprites),
+        "sprite": _sprite_id(drawn.sprites),
     }
     legend = []
     for group in groups:
@@ -96,14 +96,14 @@ def map_markup(drawn: EmbeddingMap, *, title: str) -> Markup:
     return rendered("figures_map.html.j2", values)
 
 
-def sprite_id(sprites: SpriteSheet) -> str:
+def _sprite_id(sprites: SpriteSheet) -> str:
     """Equal for maps of the same images, which share the file."""
     return f"fig-sprite-{hashlib.sha256(sprites.uri.encode()).hexdigest()[:12]}"
 
 
 def sprites_markup(sheets: Sequence[SpriteSheet]) -> Markup:
     """The pictures of all maps of a section, each sheet once, and the shapes of the dots."""
-    sprites = {sprite_id(sheet): sheet.uri for sheet in sheets}
+    sprites = {_sprite_id(sheet): sheet.uri for sheet in sheets}
     return rendered("figures_sprites.html.j2", {"sprites": sprites, "shapes": SHAPES})
 
 

@@ -33,7 +33,7 @@ METRICS: dict[str, Metric] = {
     "lr": Metric("Learning rate"),
     "images_per_second": Metric("Images per second", hint="over all processes"),
 }
-FURTHER: dict[str, Metric] = {  # behind a fold, after further metrics that the method logs
+_FURTHER: dict[str, Metric] = {  # behind a fold, after further metrics that the method logs
     "weight_decay": Metric("Weight decay"),
     "momentum": Metric("Momentum of the teacher"),
     "teacher_temperature": Metric("Temperature of the teacher"),
@@ -81,10 +81,10 @@ class Chart:
 def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     """The main charts and those behind a fold, of metrics that some run logged."""
     found = {key for run in runs for row in run.rows for key in row} - _PLACES
-    own = {key: Metric(key.replace("_", " ").capitalize()) for key in sorted(found - METRICS.keys() - FURTHER.keys())}
+    own = {key: Metric(key.replace("_", " ").capitalize()) for key in sorted(found - METRICS.keys() - _FURTHER.keys())}
     main, further = [
         [_chart(key, metric, runs) for key, metric in metrics.items() if key in found]
-        for metrics in (METRICS, own | FURTHER)
+        for metrics in (METRICS, own | _FURTHER)
     ]
     accuracy = next((chart for chart in main if chart.id == "knn_top1"), None)
     if accuracy is not None:
@@ -96,7 +96,7 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
 
 
 def _chart(key: str, metric: Metric, runs: Sequence[Run]) -> Chart:
-    series = [Series(run=number, points=thinned(points_of(run, key))) for number, run in enumerate(runs)]
+    series = [Series(run=number, points=thinned(_points_of(run, key))) for number, run in enumerate(runs)]
     drawn = tuple(one for one in series if one.points)
     if key != "knn_top1":
         return Chart(id=key, metric=metric, series=drawn)
@@ -105,7 +105,7 @@ def _chart(key: str, metric: Metric, runs: Sequence[Run]) -> Chart:
     return Chart(id=key, metric=metric, series=drawn, has_markers=True, level=level)
 
 
-def points_of(run: Run, key: str) -> list[Point]:
+def _points_of(run: Run, key: str) -> list[Point]:
     """All numbers of a metric; the rate of images is meaningless at step 0."""
     return [
         Point(row["step"], epoch, minutes, row[key])

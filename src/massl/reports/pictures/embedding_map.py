@@ -12,7 +12,7 @@ from massl.config import MasslError
 Rows = NDArray[np.float32]
 Positions = NDArray[np.int64]
 
-FEWEST_IMAGES = 10  # a map of fewer shows nothing
+_FEWEST_IMAGES = 10  # a map of fewer shows nothing
 WIDTH = 1000  # units of the drawing from left to right
 MAX_CLASSES = 12  # with their own colour; of more, the 11 most frequent and one grey for the others
 _LOWEST = 300  # units of the drawing from top to bottom at least
@@ -40,8 +40,8 @@ def plane_positions(rows: Rows) -> Positions:  # [N, D] -> [N, 2] to the right a
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # scikit-learn brings it
 
-    if len(rows) < FEWEST_IMAGES:
-        raise MapError(f"a map needs at least {FEWEST_IMAGES} images, and there are {len(rows)}")
+    if len(rows) < _FEWEST_IMAGES:
+        raise MapError(f"a map needs at least {_FEWEST_IMAGES} images, and there are {len(rows)}")
     directions = rows.astype(np.float64)
     directions /= np.maximum(np.linalg.norm(directions, axis=1, keepdims=True), 1e-12)
     if float(directions.std(axis=0).max()) < 1e-6:

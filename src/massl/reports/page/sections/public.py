@@ -33,7 +33,7 @@ def tables_with_ours(runs: Sequence[Run], *, data_set: str | None = None) -> lis
     data = {run.label: data_of(run, data_set=data_set) for run in runs}
     found = []
     for table in public_tables():
-        ours = [row_of(run, table, data=data[run.label]) for run in runs if belongs(run, table, data=data[run.label])]
+        ours = [_row_of(run, table, data=data[run.label]) for run in runs if belongs(run, table, data=data[run.label])]
         if ours:
             found.append(_page_table(table, with_ours(table, ours)))
     return found
@@ -57,11 +57,11 @@ def belongs(run: Run, table: PublicTable, *, data: str) -> bool:
     """Whether it was trained and probed as some row of the table: without labels, to the end, by the same rules."""
     if table.columns[0].name != _RANKED_BY or run.method == "supervised" or not run.has_all_epochs or not run.probes:
         return False
-    own = rules_of(run, table, data=data)
+    own = _rules_of(run, table, data=data)
     return any(all(getattr(own, name) == getattr(row.rules, name) for name in _DECISIVE) for row in table.rows)
 
 
-def rules_of(run: Run, table: PublicTable, *, data: str) -> Rules:
+def _rules_of(run: Run, table: PublicTable, *, data: str) -> Rules:
     """The recipe by the names of the tables. A probe knows the best epoch and the last, whichever the table wants."""
     settings = run.settings
     return Rules(
@@ -76,14 +76,14 @@ def rules_of(run: Run, table: PublicTable, *, data: str) -> Rules:
     )
 
 
-def row_of(run: Run, table: PublicTable, *, data: str) -> PublicRow:
+def _row_of(run: Run, table: PublicTable, *, data: str) -> PublicRow:
     """The run's figures for the columns of the table."""
     accuracy = run.best.knn_top1 if table.rules.best_epoch else run.last.knn_top1
     known = {_RANKED_BY: accuracy, "minutes": run.gpu_minutes, "peak_gib": run.peak_memory_gib}
     values = [known.get(column.name) for column in table.columns]
     return PublicRow(
         method=f"{run.method} ({run.label})",
-        rules=rules_of(run, table, data=data),
+        rules=_rules_of(run, table, data=data),
         values=tuple(None if value is None else float(value) for value in values),
         notes=departures(run, data=data),
     )
