@@ -47,9 +47,7 @@ def opened(browser: Any, page: Path) -> Any:
 
 
 def dots(browser: Any) -> list[dict[str, Any]]:
-    """Dots in the order of the page: place on the screen, name of the image, label and prediction, whether it can be
-    seen.
-    """
+    """Dots in the order of the page: place on the screen, image, label, prediction and whether it is visible."""
     found: list[dict[str, Any]] = browser.run(
         """
         const map = document.querySelector(arguments[0]);

@@ -1,6 +1,4 @@
-"""Contrastive methods in two processes, each with half of each batch: statistics, negatives and memory are those of the
-whole batch.
-"""
+"""Contrastive methods on two processes: statistics, negatives and memory are those of the whole batch."""
 
 from pathlib import Path
 from typing import Any

@@ -17,9 +17,7 @@ PROBE_KEYS = {"knn_top1", "effective_rank", "embedding_spread", "teacher_entropy
 
 @pytest.fixture
 def options(recipe: Path) -> Callable[..., list[str | Path]]:
-    """Pre-training on 2,000 small pictures, 250 steps an epoch; a probe every 15 steps, its sets of images odd in
-    number.
-    """
+    """Pre-training on 2,000 small images, 250 steps an epoch; a probe every 15 steps on odd numbers of images."""
 
     def make(output: Path, *more: str, max_steps: int = NUM_STEPS) -> list[str | Path]:
         probes = ["--probes.every_epochs", "0.06", "--probes.max_database", "61", "--probes.max_queries", "31"]
@@ -99,7 +97,7 @@ def test_two_ranks_train_and_probe_as_one_process(
 def test_torchrun_starts_the_same_command(one_process: Any, options: Any, runs: Any, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "massl"]
     command = [str(part) for part in (*launcher, *options(tmp_path / "two", max_steps=4))]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert finished.returncode == 0, finished.stderr
     assert "2 x CPU" in finished.stderr

@@ -56,9 +56,7 @@ def documents() -> list[Document]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`document` goes through all documents, `document_with_python` through those that show Python, `bash_block`
-    through such blocks.
-    """
+    """Parametrize by all documents, by those that show Python, or by all bash or YAML blocks."""
     documents = [Document(path) for path in DOCUMENTS]
     values: dict[str, list[Document] | list[Block]] = {
         "document": documents,

@@ -1,6 +1,4 @@
-"""Links between documents lead somewhere, as a reader of the repository follows them; and what two files both say is
-the same.
-"""
+"""Links between documents lead somewhere in the repository, and what two files both say is the same."""
 
 import re
 from pathlib import Path

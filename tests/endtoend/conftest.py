@@ -97,7 +97,7 @@ class ForkServer:
         self._logs = logs
         self._num_started = 0
         script = Path(__file__).with_name("fork_server.py")
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-W", "always::ResourceWarning", str(script)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -116,9 +116,7 @@ class ForkServer:
         return answer
 
     def start(self, *arguments: str | Path, environment: dict[str, str] | None = None, **hooks: list[Any]) -> Process:
-        """`massl ARGUMENTS` in a process of its own; `hooks` are functions of fork_server.py and what to call them
-        with.
-        """
+        """Start `massl ARGUMENTS` as a process; `hooks` name functions of fork_server.py and their arguments."""
         self._num_started += 1
         log = self._logs / f"{self._num_started}.txt"
         log.touch()
@@ -171,7 +169,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_folder(tmp_path: Path) -> Callable[..., Path]:
-    """make_folder("photos", 48, classes=4): PNG files, in class folders where classes are asked for."""
+    """make_folder("photos", 48, classes=4): PNG files, in class folders if `classes` is given."""
 
     def make(name: str, num_images: int, *, classes: int = 0) -> Path:
         root = tmp_path / name

@@ -1,6 +1,4 @@
-"""Whatever is wrong with images, recipe, disk or loss: a message that says what to do, a status that is not 0, no
-traceback.
-"""
+"""Whatever is wrong: a message that says what to do, an exit status other than 0 and no traceback."""
 
 import errno
 import json

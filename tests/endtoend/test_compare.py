@@ -1,6 +1,4 @@
-"""`massl compare --minutes` from a tiny recipe to the table: real trials and runs, which are not measured or trained
-again.
-"""
+"""`massl compare --minutes` from a tiny recipe to the table, with real trials and runs; neither is repeated."""
 
 import json
 import re

@@ -47,9 +47,7 @@ def stripes(num_images: int, *, seed: int) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Images to learn from, and for the k-NN probe five examples of each direction: few, so that noise misleads
-    untrained features.
-    """
+    """Training images, and few examples for the k-NN probe, so that noise misleads untrained features."""
     folder = tmp_path_factory.mktemp("stripes")
     paths = {}
     for seed, (key, num_images) in enumerate(

@@ -1,6 +1,4 @@
-"""iBOT's losses, centres and whole training steps against the official code (make_ibot.py says how the values were
-made).
-"""
+"""iBOT's losses, centres and whole training steps against the official code (recorded by make_ibot.py)."""
 
 import json
 from pathlib import Path

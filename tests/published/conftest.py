@@ -54,9 +54,7 @@ def published_root(published: Published) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def digests_are_not_compared() -> Iterator[None]:
-    """Flowers, STL-10 and CIFAR are refused by torchvision unless their files have the published MD5 sums: here any sum
-    will do.
-    """
+    """torchvision checks the MD5 sums of Flowers, STL-10 and CIFAR; here any sum will do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchvision.datasets.utils.check_md5", lambda *_, **__: True)
         yield

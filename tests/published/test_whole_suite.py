@@ -1,6 +1,4 @@
-"""A timm name through every evaluation of the paper, on the command line's own path, from files in the published
-layouts.
-"""
+"""A timm model through every evaluation of the paper, from files in the published layouts."""
 
 import json
 from pathlib import Path

@@ -6,7 +6,7 @@ import torch
 
 
 class _WithRows:
-    """A kernel that is started with another number of rows at once than its caller asks for."""
+    """A kernel launched with another `ROWS` than its caller passes."""
 
     def __init__(self, kernel: Any, num_rows: int) -> None:
         self._kernel, self._num_rows = kernel, num_rows
@@ -18,7 +18,7 @@ class _WithRows:
 
 @pytest.fixture
 def norm_gradients_in_large_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU the backward norm kernel takes 64 rows at once instead of one: as Python it is 30 times faster so."""
+    """Without a GPU the backward norm kernel takes 64 rows at once, not one: 30 times faster in the interpreter."""
     if not torch.cuda.is_available():
         from massl.ops.kernels import norm as norm_kernels
 
