@@ -66,7 +66,9 @@ def test_a_run_becomes_a_page_with_everything(run: Path, tmp_path: Path, massl_h
 def test_without_figures_no_backbone_is_opened(
     run: Path, tmp_path: Path, massl_here: Massl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "figures_of", lambda *given, **options: pytest.fail("figures were drawn"))
+    monkeypatch.setattr(
+        "massl.commands.report.figures.figures_of", lambda *given, **options: pytest.fail("figures were drawn")
+    )
     page = page_of(massl_here("report", run, "--output", tmp_path / "report.html", "--no-figures"))
     assert "data:image/" not in page
     assert "--no-figures" in page
@@ -81,7 +83,7 @@ def test_options_of_figures_reach_them(
         asked.update(runs=runs, data=data, device=device)
         return [Section(id="pictures", title="Pictures", html="<p>drawn</p>")]
 
-    monkeypatch.setattr(command, "figures_of", figures_of)
+    monkeypatch.setattr("massl.commands.report.figures.figures_of", figures_of)
     page = page_of(massl_here("report", run, "--output", tmp_path / "r.html", "--data", "photos", "--device", "cpu"))
     assert asked == {"runs": {"tiny": run}, "data": "photos", "device": "cpu"}
     assert "<p>drawn</p>" in page
