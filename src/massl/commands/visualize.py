@@ -202,8 +202,8 @@ def _save_neighbours(extractor: Extractor, source: ImageSource, settings: Visual
     page_of = functools.partial(
         sheet,
         box=(SMALLEST_TILE, SMALLEST_TILE),
-        title=f"Nearest neighbours in {database.name} by cosine similarity: {extractor.model.name}. "
-        "Green: same class, red: another",
+        title=f"Nearest neighbours in {database.name} by cosine similarity: {extractor.model.name}"
+        + (". Green: same class, red: another" if source.class_names and database.class_names else ""),
         headings=["image", *(str(number + 1) for number in range(neighbours.indices.shape[1]))],
         rule_after_first=True,
     )
