@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from massl.config import flatten, read_yaml
-from massl.reports.runs import Run, RunError, TrainingWarning
+from massl.reports.runs import PROBE_METRICS, Run, RunError, TrainingWarning
 
 _IN_EVERY_RECIPE = ("method.name", "backbone.name", "data.source", "trainer.epochs", "trainer.batch_size")
 _IN_EVERY_ROW = ("step", "epoch", "images_per_second")
-_COMPARED = ("knn_top1", "peak_memory_gib")  # what comparisons need besides, in some rows
+_COMPARED = (*PROBE_METRICS, "peak_memory_gib")  # what comparisons need besides, in some rows
 _COUNTS = ("trainer.epochs", "trainer.batch_size", "trainer.max_steps")
 _UNKNOWN_MACHINE = {"device": "unknown device", "world_size": 1}
 # Larger numbers are a sign of divergence and cannot be drawn; differences and squares of smaller ones are finite.
@@ -42,7 +42,7 @@ class _Remarks(list[str]):
 def read_run(folder: str | Path, *, label: str | None = None, strict: bool = False) -> Run:
     """The run in a folder, finished or not; a RunError if there is none.
 
-    With `strict`, a RunError is also raised if the run has no k-NN probe yet, or if its cost or accuracy is not known
+    With `strict`, a RunError is also raised if the run has not been probed yet, or if its cost or accuracy is not known
     for sure. Without a `label` the run is labelled by its folder's name.
     """
     path = Path(folder).expanduser()
@@ -50,11 +50,8 @@ def read_run(folder: str | Path, *, label: str | None = None, strict: bool = Fal
     settings, recipe = _read_recipe(path, made_by="massl pretrain" if strict else "massl pretrain or massl ablate")
     environment = _read_environment(path / "environment.json", remarks)
     rows = _read_rows(path / "metrics.jsonl", remarks)
-    if strict and not any("knn_top1" in row for row in rows):
-        raise RunError(
-            f"{path} was never probed by k-NN: train with labelled images (or name some by probes.database and "
-            "probes.queries) and with probes.every_epochs above 0"
-        )
+    if strict and not any(key in row for row in rows for key in PROBE_METRICS):
+        raise RunError(f"{path} was never probed: train with probes.every_epochs above 0")
     run = Run(
         folder=path,
         label=path.resolve().name if label is None else label,

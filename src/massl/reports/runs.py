@@ -26,6 +26,17 @@ class KnnPoint(NamedTuple):
     knn_top1: float  # percent
 
 
+class MetricPoint(NamedTuple):
+    """One number of a run's probes."""
+
+    epoch: float
+    gpu_minutes: float
+    value: float
+
+
+PROBE_METRICS = ("knn_top1", "other_view_top1", "effective_rank")  # a probe logs some of these; most telling first
+
+
 class TrainingWarning(NamedTuple):
     step: int
     text: str
@@ -83,12 +94,27 @@ class Run:
         recipe, output = self.folder / "recipe.yaml", f"{self.folder}-again"
         return [*self.launcher, "pretrain", "--recipe", str(recipe), "--output", output]
 
-    # ---- probes: `first`, `last` and `best` need at least one --------------------------------------------------------
+    # ---- k-NN probes: `first`, `last` and `best` need at least one; runs without labels have none --------------------
 
     @cached_property
     def probes(self) -> tuple[KnnPoint, ...]:
+        return tuple(KnnPoint(*point) for point in self.measured("knn_top1"))
+
+    def measured(self, *keys: str) -> tuple[MetricPoint, ...]:
+        """A metric over the run; of several keys, the first that a row has."""
         rows = zip(self.rows, self.epochs_at_rows, self.gpu_minutes_at_rows, strict=True)
-        return tuple(KnnPoint(epoch, minutes, row["knn_top1"]) for row, epoch, minutes in rows if "knn_top1" in row)
+        found = ((next((key for key in keys if key in row), None), row, epoch, minutes) for row, epoch, minutes in rows)
+        return tuple(MetricPoint(epoch, minutes, row[key]) for key, row, epoch, minutes in found if key is not None)
+
+    @property
+    def last_probe(self) -> MetricPoint | None:
+        """Where the run was last probed, with or without labels; None before the first probe."""
+        return next(reversed(self.measured(*PROBE_METRICS)), None)
+
+    @property
+    def is_best_untrained(self) -> bool:
+        """Whether no probe in training was better than that of the untrained network."""
+        return len(self.probes) > 1 and self.best.gpu_minutes == 0
 
     @property
     def first(self) -> KnnPoint:
@@ -188,8 +214,8 @@ class Run:
 
 
 def minutes_in_common(runs: Sequence[Run]) -> float:
-    """GPU-minutes that every run had trained by its last probe: runs are compared at this equal cost."""
-    return min(run.last.gpu_minutes for run in runs)
+    """GPU-minutes that every run with k-NN had trained by its last probe: runs are compared at this equal cost."""
+    return min((run.last.gpu_minutes for run in runs if run.probes), default=0.0)
 
 
 def distinct_labels(folders: Sequence[Path]) -> list[str]:

@@ -279,7 +279,7 @@ def test_a_folder_without_one_of_its_files_is_refused(make_run: MakeRun, file: s
         (
             "metrics.jsonl",
             '{"step": 0, "epoch": 0, "images_per_second": 0.0}\n',
-            "never probed by k-NN: .* probes.every_epochs",
+            "never probed: .*probes.every_epochs",
         ),
     ],
 )

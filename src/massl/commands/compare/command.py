@@ -26,13 +26,14 @@ from massl.commands.pretrain import pretrain
 from massl.commands.recipe import TrainingImages, as_set_options, load_recipe, parse_set_options
 from massl.config import MasslError, RecipeError, Settings, validate
 from massl.files import write_atomically
-from massl.reports.comparison.tables import cautions, comparison_document, comparison_table, comparison_values
+from massl.reports.comparison.documents import comparison_document, comparison_values
+from massl.reports.comparison.tables import cautions, comparison_table
 from massl.reports.run_reader import read_run
 from massl.reports.runs import Run, distinct_labels
 
 _NAME = "comparison"
 
-DESCRIPTION = """Put runs side by side: k-NN accuracy, time and memory.
+DESCRIPTION = """Put runs side by side: k-NN accuracy (without labels: measures of the features), time and memory.
 
 massl compare --runs runs/a runs/b --output comparison
 massl compare --methods massl,dino,ibot --recipe demo --output runs/compare

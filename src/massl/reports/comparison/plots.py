@@ -1,4 +1,4 @@
-"""Figure of runs side by side: k-NN accuracy against GPU-minutes and against epochs."""
+"""Figure of runs side by side: k-NN accuracy, or a measure without labels, against GPU-minutes and epochs."""
 
 import textwrap
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from massl.reports.comparison.tables import cautions, device_word, shared_by
 from massl.reports.figures import INK, SMALL_POINTS, TEXT_POINTS, style_axes
-from massl.reports.runs import Run
+from massl.reports.runs import PROBE_METRICS, Run
 
 # One for each method: the colour-blind safe palette of Okabe and Ito, with a dark red for yellow, which is hardly seen
 # on white. Markers differ too, for prints in grey; lines beyond the eighth are dashed.
@@ -18,22 +18,34 @@ _WIDTH, _HEIGHT = 10.0, 4.4  # inches
 _LABEL_STEP = 0.055  # one line of text: least distance of two labels, as a share of the usual panel's height
 _MOST_MARKERS = 15  # more would hide the line
 _LONGEST_LABEL = 30  # characters
+_TITLES = {
+    "knn_top1": "k-NN top-1 of the probe, %",
+    "other_view_top1": "other view found by the probe, %",
+    "effective_rank": "effective rank of the features",
+}
 
 
 def comparison_figure(runs: Sequence[Run]) -> Figure:
-    """Two panels that share the axis of k-NN accuracy: against cost, and against epochs."""
+    """Two panels that share the axis of the most telling metric: against cost, and against epochs.
+
+    Runs that lack the metric are named below and not drawn.
+    """
+    metric = next((key for key in PROBE_METRICS if any(run.measured(key) for run in runs)), "knn_top1")
+    missing = [run.label for run in runs if not run.measured(metric)]
     growth = max(1.0, len(runs) * _LABEL_STEP)  # panels grow until every name has its own line
     figure = Figure(figsize=(_WIDTH, _HEIGHT * growth), layout="constrained")
     by_cost, by_epoch = figure.subplots(1, 2, sharey=True)
     for number, run in enumerate(runs):
-        accuracies = [point.knn_top1 for point in run.probes]
+        points = run.measured(metric)
+        if not points:
+            continue
         for axes, places in (
-            (by_cost, [point.gpu_minutes for point in run.probes]),
-            (by_epoch, [point.epoch for point in run.probes]),
+            (by_cost, [point.gpu_minutes for point in points]),
+            (by_epoch, [point.epoch for point in points]),
         ):
             axes.plot(
                 places,
-                accuracies,
+                [point.value for point in points],
                 color=_COLOURS[number % len(_COLOURS)],
                 marker=_MARKERS[number % len(_MARKERS)],
                 linestyle="-" if number < len(_COLOURS) else "--",
@@ -47,10 +59,11 @@ def comparison_figure(runs: Sequence[Run]) -> Figure:
     ):
         axes.set_xlim(left=0.0)
         style_axes(axes, label, tick_points=TEXT_POINTS - 0.5)
-    by_cost.set_ylabel("k-NN top-1 of the probe, %", color=INK, fontsize=TEXT_POINTS)
-    _write_labels(by_epoch, runs, step=_LABEL_STEP / growth)
+    by_cost.set_ylabel(_TITLES[metric], color=INK, fontsize=TEXT_POINTS)
+    _write_labels(by_epoch, runs, metric, step=_LABEL_STEP / growth)
     figure.suptitle(shared_by(runs), x=0.01, ha="left", fontsize=TEXT_POINTS + 1, color=INK, parse_math=False)
-    remarks = "\n".join(line for caution in cautions(runs) for line in textwrap.wrap(caution, width=150))
+    sentences = [*cautions(runs), *([f"not drawn, without this metric: {', '.join(missing)}"] if missing else [])]
+    remarks = "\n".join(line for sentence in sentences for line in textwrap.wrap(sentence, width=150))
     if remarks:
         figure.supxlabel(remarks, x=0.01, ha="left", fontsize=SMALL_POINTS, color=INK, parse_math=False)
     return figure
@@ -70,14 +83,15 @@ def spread(wanted: Sequence[float], *, step: float) -> list[float]:
     return places
 
 
-def _write_labels(axes: Axes, runs: Sequence[Run], *, step: float) -> None:
-    """Each run's name and last accuracy to the right of its line's end, so that no legend is needed."""
+def _write_labels(axes: Axes, runs: Sequence[Run], metric: str, *, step: float) -> None:
+    """Each run's name and last value to the right of its line's end, so that no legend is needed."""
     low, high = axes.get_ylim()
-    places = spread([(run.last.knn_top1 - low) / (high - low) for run in runs], step=step)
-    for number, (run, place) in enumerate(zip(runs, places, strict=True)):
+    ends = [(number, run.label, run.measured(metric)[-1]) for number, run in enumerate(runs) if run.measured(metric)]
+    places = spread([(end.value - low) / (high - low) for _, _, end in ends], step=step)
+    for (number, label, end), place in zip(ends, places, strict=True):
         axes.annotate(
-            f"{_shortened(run.label)}  {run.last.knn_top1:.1f}",
-            xy=(run.last.epoch, run.last.knn_top1),
+            f"{_shortened(label)}  {end.value:.1f}",
+            xy=(end.epoch, end.value),
             xytext=(1.06, place),
             textcoords="axes fraction",
             va="center",

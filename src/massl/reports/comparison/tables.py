@@ -1,12 +1,11 @@
-"""Runs side by side: a table of accuracy and cost, what makes the runs incomparable, and the paper's own such table."""
+"""Runs side by side: a table of quality and cost, what makes the runs incomparable, and the paper's own such table."""
 
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from massl.reports.published.paper import paper_tables
-from massl.reports.runs import Run, minutes_in_common
-from massl.reports.tables import ResultsTable, as_markdown
+from massl.reports.runs import MetricPoint, Run, minutes_in_common
+from massl.reports.tables import ResultsTable
 
 # Beginnings of keys. These settings decide how long a step takes or how many make an epoch. Settings of the method
 # (method.*) and its tuning (optimizer.*, probabilities of views) are what a comparison is about.
@@ -28,7 +27,7 @@ _DECIDE_COST = (
     "trainer.cuda_graph",
 )
 _DECIDE_LENGTH = ("trainer.epochs", "trainer.max_steps")
-# These decide what a k-NN accuracy means. The seed chooses the probed images.
+# These decide what a probe's numbers mean. The seed chooses the probed images.
 _DECIDE_MEASURE = (
     "probes.database",
     "probes.queries",
@@ -38,16 +37,7 @@ _DECIDE_MEASURE = (
     "trainer.seed",
 )
 _UNKNOWN = "–"
-_HOW_NUMBERS_ARE_MADE = (
-    "Minutes: training until the last probe, times the number of processes. They include reading images, compiling or "
-    "recording the first steps, and checkpoints, but not probes. Images a second: the median over the rows of "
-    "metrics.jsonl except the first. GiB: the most memory allocated on one GPU, including probes. k-NN: the run's own "
-    "probe, in percent; the best is chosen by its own result, so it is optimistic."
-)
-_ABOUT_THE_PAPER = (
-    "Data, networks and machines are others than here: compare the ratios, not the figures. The paper's k-NN is "
-    "measured on all of ImageNet, its memory in GB."
-)
+SPREADS = ("embedding_spread", "feature_spread")  # a method logs one of them
 _TEXT_COLUMNS = frozenset({"run", "method"})  # left-aligned; all others hold numbers
 
 
@@ -78,15 +68,14 @@ def cautions(runs: Sequence[Run]) -> tuple[str, ...]:
 
     machines = {run.label: run.machine for run in runs}
     different_machines = [in_words("machine", machines)] if len(set(machines.values())) > 1 else []
+    has_knn = any(run.probes for run in runs)
     sentences = {
         "not at equal cost": told(_DECIDE_COST),
         "not after equal epochs": told(_DECIDE_LENGTH),
         "time and memory are of different machines": different_machines,
-        "k-NN is not measured alike": told(_DECIDE_MEASURE),
+        f"{'k-NN' if has_knn else 'the probe'} is not measured alike": told(_DECIDE_MEASURE),
         "not finished": [
-            f"{run.label} is at epoch {_epoch_text(run.last.epoch)} of {run.num_epochs}"
-            for run in runs
-            if not run.finished
+            f"{run.label} is at epoch {_done(run)} of {run.num_epochs}" for run in runs if not run.finished
         ],
     }
     return tuple(f"{what}: {'; '.join(details)}" for what, details in sentences.items() if details)
@@ -133,21 +122,24 @@ def device_word(runs: Sequence[Run]) -> str:
 
 
 def comparison_table(runs: Sequence[Run]) -> ResultsTable:
-    """One line per run: k-NN at its first, last and best probe and at equal cost, and the cost until the last probe."""
-    base, device, common = base_of(runs), device_word(runs), minutes_in_common(runs)
+    """One line per run: its probes, k-NN at equal cost, and the cost until the last probe.
+
+    k-NN has columns if some run has it. Measures without labels have columns if some run lacks k-NN.
+    """
+    base, device = base_of(runs), device_word(runs)
     has_ratios, has_memory = len(runs) > 1, any(run.peak_memory_gib is not None for run in runs)
-    at_equal_cost = f"k-NN at {minutes_text(common)} {device} min"
     columns = {
         "run": [run.label for run in runs],
         "method": [run.method for run in runs],
-        "epochs done": [f"{_epoch_text(run.last.epoch)}/{run.num_epochs}" for run in runs],
-        "k-NN start": [f"{run.first.knn_top1:.1f}" for run in runs],
-        "k-NN last": [f"{run.last.knn_top1:.1f}" for run in runs],
-        "k-NN best (epoch)": [f"{run.best.knn_top1:.1f} ({_epoch_text(run.best.epoch)})" for run in runs],
+        "epochs done": [f"{_done(run)}/{run.num_epochs}" for run in runs],
     }
-    if has_ratios:
-        columns[f"{at_equal_cost} (probe at)"] = [_knn_within(run, common) for run in runs]
-    columns[f"{device} min"] = [minutes_text(run.last.gpu_minutes) for run in runs]
+    notes = [f"×: as a multiple of {base.label}, time per image seen"] if has_ratios else []
+    for part, part_notes in (_knn_columns(runs), _label_free_columns(runs)):
+        columns |= part
+        notes += part_notes
+    columns[f"{device} min"] = [
+        minutes_text(0.0 if (last := run.last_probe) is None else last.gpu_minutes) for run in runs
+    ]
     if has_ratios:
         columns["time ×"] = [_ratio(_minutes_per_image(run), _minutes_per_image(base)) for run in runs]
     columns["images a second"] = [_number(run.images_per_second, ",.0f") for run in runs]
@@ -155,18 +147,73 @@ def comparison_table(runs: Sequence[Run]) -> ResultsTable:
         columns[f"GiB a {device}"] = [_number(run.peak_memory_gib, ".1f") for run in runs]
     if has_memory and has_ratios:
         columns["GiB ×"] = [_ratio(run.peak_memory_gib, base.peak_memory_gib) for run in runs]
-    notes = (
-        f"×: as a multiple of {base.label}, time per image seen",
-        f"{at_equal_cost} is at equal cost: each run's last probe until then, with its minutes in parentheses; "
-        f"{_UNKNOWN}: no probe in training yet",
-    )
     return ResultsTable(
         title=shared_by(runs),
         columns=tuple(columns),
         lines=tuple(zip(*columns.values(), strict=True)),
-        footnotes=(*(notes if has_ratios else ()), *cautions(runs)),
+        footnotes=(*notes, *cautions(runs)),
         text_columns=_TEXT_COLUMNS,
     )
+
+
+_Columns = tuple[dict[str, list[str]], list[str]]  # columns, and notes below the table
+
+
+def _knn_columns(runs: Sequence[Run]) -> _Columns:
+    """k-NN at the first, last and best probe and, for several runs, at equal cost; nothing if no run has labels."""
+    probed = [run for run in runs if run.probes]
+    if not probed:
+        return {}, []
+    columns = {
+        "k-NN start": [f"{run.first.knn_top1:.1f}" if run.probes else _UNKNOWN for run in runs],
+        "k-NN last": [f"{run.last.knn_top1:.1f}" if run.probes else _UNKNOWN for run in runs],
+        "k-NN best (epoch)": [
+            f"{run.best.knn_top1:.1f} ({_epoch_text(run.best.epoch)})" if run.probes else _UNKNOWN for run in runs
+        ],
+    }
+    notes = [
+        f"best before training: {run.label} was never better than its untrained network"
+        for run in probed
+        if run.is_best_untrained
+    ]
+    if len(probed) > 1:
+        common = minutes_in_common(runs)
+        at_equal_cost = f"k-NN at {minutes_text(common)} {device_word(runs)} min"
+        columns[f"{at_equal_cost} (probe at)"] = [_knn_within(run, common) for run in runs]
+        notes.insert(
+            0,
+            f"{at_equal_cost} is at equal cost: each run's last probe until then, with its minutes in parentheses; "
+            f"{_UNKNOWN}: no probe in training yet",
+        )
+    return columns, notes
+
+
+def _label_free_columns(runs: Sequence[Run]) -> _Columns:
+    """Effective rank, spread and retrieval of the other view; nothing if every run has k-NN, which says more."""
+    if all(run.probes for run in runs):
+        return {}, []
+    ranks = [run.measured("effective_rank") for run in runs]
+    spreads = [run.measured(*SPREADS) for run in runs]
+    found = [run.measured("other_view_top1") for run in runs]
+    columns = {
+        "rank start": [_of(points, 0) for points in ranks],
+        "rank last": [_of(points, -1) for points in ranks],
+        "spread": [_of(points, -1, ".3f") for points in spreads],
+    }
+    notes = [
+        "rank: effective rank, how many directions the features use; spread: how far they differ, 0 (all equal) to "
+        "1. Both show a collapse; higher is not always better"
+    ]
+    if any(found):
+        columns["other view, %"] = [_of(points, -1) for points in found]
+        notes.append(
+            "other view: how often a random crop of an image is nearest to that image among the probe's images"
+        )
+    return columns, notes
+
+
+def _of(points: Sequence[MetricPoint], place: int, form: str = ".1f") -> str:
+    return f"{points[place].value:{form}}" if points else _UNKNOWN
 
 
 def base_of(runs: Sequence[Run]) -> Run:
@@ -175,7 +222,7 @@ def base_of(runs: Sequence[Run]) -> Run:
 
 
 def equal_cost(runs: Sequence[Run]) -> dict[str, Any]:
-    """For comparison.json: the minutes that all runs have in common, and each run's last probe until then."""
+    """For comparison.json: the minutes that all runs with k-NN have in common, and each run's last probe until then."""
     common = minutes_in_common(runs)
     probes = {run.label: run.last_within(common) for run in runs}
     return {
@@ -230,77 +277,12 @@ def _number(value: float | None, form: str) -> str:
     return _UNKNOWN if value is None else f"{value:{form}}"
 
 
+def _done(run: Run) -> str:
+    """The epoch of the last probe."""
+    last = run.last_probe
+    return _epoch_text(run.epochs_done if last is None else last.epoch)
+
+
 def _epoch_text(epoch: float) -> str:
     """12, 12.5: whole epochs without a point."""
     return f"{epoch:.1f}".removesuffix(".0")
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def comparison_document(runs: Sequence[Run], *, failed: Mapping[str, str], command: str, picture: str) -> str:
-    """comparison.md: table, figure, differences, the paper's table, and the commands that repeat all this."""
-    parts = [
-        "# Runs side by side",
-        as_markdown(comparison_table(runs)),
-        f"![k-NN against cost and epochs]({picture})",
-        _HOW_NUMBERS_ARE_MADE,
-    ]
-    tuned = other_differences(runs)
-    if tuned:
-        parts += ["Other settings that differ, apart from those of the methods:", _bullets(tuned)]
-    if failed:
-        parts += ["## Failed", _bullets(f"{name}: {problem}" for name, problem in failed.items())]
-    parts += [
-        "## The paper's table of time and memory",
-        as_markdown(paper_time_table()),
-        _ABOUT_THE_PAPER,
-        "## To repeat it",
-        f"```bash\n{command}\n```",
-        "Each run alone:",
-        "```bash\n" + "\n".join(shlex.join(run.command_again) for run in runs) + "\n```",
-        _bullets(map(_made_by, runs)),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _made_by(run: Run) -> str:
-    packages, commit = run.environment.get("packages", {}), run.environment.get("massl_commit")
-    versions = [f"{name} {packages[name]}" for name in ("massl", "torch", "timm") if packages.get(name)]
-    versions += [f"commit {commit}"] if commit else []
-    return f"{run.label}: {run.images_seen:,} images seen; {run.machine}; {', '.join(versions)}"
-
-
-def comparison_values(runs: Sequence[Run], *, failed: Mapping[str, str]) -> dict[str, Any]:
-    """comparison.json."""
-    return {
-        "runs": [_run_values(run) for run in runs],
-        "equal_cost": equal_cost(runs),
-        "cautions": cautions(runs),
-        "failed": failed,
-    }
-
-
-def _run_values(run: Run) -> dict[str, Any]:
-    return {
-        "label": run.label,
-        "folder": str(run.folder),
-        "method": run.method,
-        "finished": run.finished,
-        "epochs": run.num_epochs,
-        "batch_size": run.batch_size,
-        "images_seen": run.images_seen,
-        "knn_first": run.first._asdict(),
-        "knn_last": run.last._asdict(),
-        "knn_best": run.best._asdict(),
-        "gpu_minutes": run.gpu_minutes,
-        "images_per_second": run.images_per_second,
-        "peak_memory_gib": run.peak_memory_gib,
-        "knn": [probe._asdict() for probe in run.probes],
-        "settings": dict(run.settings),
-        "environment": dict(run.environment),
-    }

@@ -23,6 +23,7 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "loss": Metric("Loss", hint="of the batch at each logged step"),
     "knn_top1": Metric("k-NN accuracy", "%", "the run's own probe"),
+    "other_view_top1": Metric("Other view found", "%", "how often a random crop finds its own image"),
     "effective_rank": Metric("Effective rank", hint="how many directions the features use"),
     "teacher_entropy": Metric("Entropy of the teacher", "nats", "near 0: all weight on one row or prototype"),
     "memory_winner_share": Metric("Memory rows that win", hint="share of rows that are nearest to some image"),

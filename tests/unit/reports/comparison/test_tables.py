@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
+from massl.reports.comparison.documents import comparison_document, comparison_values
 from massl.reports.comparison.tables import (
     base_of,
     cautions,
-    comparison_document,
     comparison_table,
-    comparison_values,
     differing_settings,
     equal_cost,
     in_words,

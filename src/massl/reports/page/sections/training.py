@@ -4,12 +4,19 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from massl.reports.comparison.tables import cautions, device_word, equal_cost, minutes_text
+from massl.reports.comparison.tables import SPREADS, cautions, device_word, equal_cost, minutes_text
 from massl.reports.page.charts import static_chart
 from massl.reports.page.series import Chart, axis_titles, charts_of, default_axis, plain
 from massl.reports.page.tables import MISSING, Cell, Line, PageTable, table_markup
 from massl.reports.page.templates import Section, rendered
 from massl.reports.runs import Run
+
+_UNTRAINED = "untrained"
+_LABEL_FREE = {  # column -> keys of metrics.jsonl and how the number is written
+    "other view, %": (("other_view_top1",), ".1f"),
+    "effective rank": (("effective_rank",), ".1f"),
+    "spread": (SPREADS, ".3f"),
+}
 
 
 def summary_section(runs: Sequence[Run]) -> Section:
@@ -49,8 +56,9 @@ def summary_table(runs: Sequence[Run]) -> PageTable:
     columns = {
         "run": [Cell(text=run.label, run=number) for number, run in enumerate(runs)],
         "k-NN last, %": [_number(run.last.knn_top1 if run.probes else None, ".1f") for run in runs],
-        "k-NN best, %": [_number(run.best.knn_top1 if run.probes else None, ".1f") for run in runs],
+        "k-NN best, %": [_best(run) for run in runs],
         **equal_cost_column,
+        **_label_free_columns(runs),
         "raw pixels, %": [_number(run.raw_pixel_knn, ".1f") for run in runs],
         "method": [Cell(text=run.method) for run in runs],
         "epochs": [Cell(text=run.progress, number=run.epochs_done) for run in runs],
@@ -59,9 +67,9 @@ def summary_table(runs: Sequence[Run]) -> PageTable:
         "peak GiB": [_number(run.peak_memory_gib, ".1f") for run in runs],
         "state": [Cell(text=run.state) for run in runs],
     }
-    for optional in ("raw pixels, %", "peak GiB"):
-        if all(cell.number is None for cell in columns[optional]):
-            del columns[optional]
+    for optional in ("k-NN last, %", "k-NN best, %", *_LABEL_FREE, "raw pixels, %", "peak GiB"):
+        if all(cell.number is None for cell in columns.get(optional, ())):
+            columns.pop(optional, None)
     return PageTable(
         columns=tuple(columns),
         lines=tuple(Line(cells=cells) for cells in zip(*columns.values(), strict=True)),
@@ -69,12 +77,37 @@ def summary_table(runs: Sequence[Run]) -> PageTable:
             "k-NN: the run's own probe; the best is chosen by what it shows, so it flatters. Minutes: training, times "
             "processes, probes not counted. Images/s: the median of all rows but the first.",
             *(
+                [f"{_UNTRAINED}: no probe in training was better than that of the untrained network."]
+                if any(run.is_best_untrained for run in runs)
+                else []
+            ),
+            *(
                 f"{name.removesuffix(', %')} is at equal cost: the last probe of each run until then; –: none yet in "
                 "training."
                 for name in equal_cost_column
             ),
         ),
     )
+
+
+def _best(run: Run) -> Cell:
+    """The best k-NN; marked if training never improved on the untrained network."""
+    if not run.probes:
+        return Cell(text=MISSING)
+    mark = f" ({_UNTRAINED})" if run.is_best_untrained else ""
+    return Cell(text=f"{run.best.knn_top1:.1f}{mark}", number=run.best.knn_top1)
+
+
+def _label_free_columns(runs: Sequence[Run]) -> dict[str, list[Cell]]:
+    """The last probe of the features; nothing if every run has k-NN or none has a row, which the table shows anyway."""
+    if all(run.probes or not run.rows for run in runs):
+        return {}
+    return {name: [_number(_last(run, *keys), form) for run in runs] for name, (keys, form) in _LABEL_FREE.items()}
+
+
+def _last(run: Run, *keys: str) -> float | None:
+    points = run.measured(*keys)
+    return points[-1].value if points else None
 
 
 def _at_equal_cost(runs: Sequence[Run]) -> dict[str, list[Cell]]:
@@ -90,7 +123,7 @@ def _at_equal_cost(runs: Sequence[Run]) -> dict[str, list[Cell]]:
 
 def unlike(runs: Sequence[Run]) -> list[str]:
     """Differences that make runs incomparable; unfinished runs are flagged in the table."""
-    probed = [run for run in runs if run.probes]
+    probed = [run for run in runs if run.last_probe]
     found = cautions(probed) if len(probed) > 1 else ()
     return [f"{caution[0].upper()}{caution[1:]}." for caution in found if not caution.startswith("not finished")]
 
@@ -102,20 +135,30 @@ def _named(run: Run, sentence: str, runs: Sequence[Run]) -> str:
 def _merits(run: Run) -> list[tuple[str, str, str]]:
     """Title, number and a few words on it."""
     rate, memory = run.images_per_second, run.peak_memory_gib
-    last, best = (MISSING, ""), (MISSING, "")
-    if run.probes:
-        beside = "" if run.raw_pixel_knn is None else f"; raw pixels {run.raw_pixel_knn:.1f} %"
-        last = f"{run.last.knn_top1:.1f} %", f"at {run.place_of(run.last)}{beside}"
-        best = f"{run.best.knn_top1:.1f} %", f"at {run.place_of(run.best)}"
     merits = [
         ("Method", run.method, str(run.settings["backbone.name"])),
         ("Epochs", run.progress, run.state),
-        ("k-NN, last", *last),
-        ("k-NN, best", *best),
+        *_quality(run),
         ("Images/s", _number(rate, ",.0f").text, "median"),
         (f"{device_word([run])}-minutes", _minutes(run).text, f"{run.num_processes} × {run.device}"),
     ]
     return [*merits, ("Peak memory", f"{memory:.1f} GiB", "on one GPU")] if memory is not None else merits
+
+
+def _quality(run: Run) -> list[tuple[str, str, str]]:
+    """k-NN, or what is known without labels."""
+    if run.probes:
+        beside = "" if run.raw_pixel_knn is None else f"; raw pixels {run.raw_pixel_knn:.1f} %"
+        untrained = ", before training" if run.is_best_untrained else ""
+        return [
+            ("k-NN, last", f"{run.last.knn_top1:.1f} %", f"at {run.place_of(run.last)}{beside}"),
+            ("k-NN, best", f"{run.best.knn_top1:.1f} %", f"at {run.place_of(run.best)}{untrained}"),
+        ]
+    ranks, found = run.measured("effective_rank"), run.measured("other_view_top1")
+    merits = [("Effective rank", f"{ranks[-1].value:.1f}", f"{ranks[0].value:.1f} at the start")] if ranks else []
+    if found:
+        merits.insert(0, ("Other view found", f"{found[-1].value:.1f} %", f"{found[0].value:.1f} % at the start"))
+    return merits or [("k-NN", MISSING, "")]
 
 
 def _number(number: float | None, form: str) -> Cell:
