@@ -14,7 +14,7 @@ from massl import distributed
 from massl.commands.arguments import ModelName
 from massl.commands.console import message_console, print_line
 from massl.commands.device import Device, choose_device, host_threads_for
-from massl.data.evaluation.views import PUBLISHED_CROP_RATIO, whole_patches
+from massl.data.evaluation.views import whole_patches
 from massl.evaluations.features import ExtractionSettings, Extractor
 from massl.evaluations.features import Progress as ProgressFunction
 from massl.evaluations.named_features import FEATURES
@@ -34,13 +34,13 @@ class ModelSettings(ExtractionSettings):
         + "; ".join(f"{name}: {feature.summary}" for name, feature in FEATURES.items()),
     )
     image_size: int | None = Field(
-        None, gt=0, description="side of the views in pixels; default: what the model was made for"
+        None, gt=0, description="side of the views in pixels; default: that of the images it was trained on"
     )
-    crop_ratio: float = Field(
-        PUBLISHED_CROP_RATIO,
+    crop_ratio: float | None = Field(
+        None,
         gt=0,
         le=1,
-        description="centre crop / shorter side (224 / 256 as published); 1 for images as small as 32 px",
+        description="centre crop / shorter side; default: that of a run's probes, else the published 224 / 256",
     )
     num_heads: int | None = Field(
         None, gt=0, description="attention heads of a weights file whose layout does not tell (MoCo-v3: 12)"
@@ -64,8 +64,10 @@ def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[
         if settings.image_size is not None:
             size = whole_patches(settings.image_size, patch_size(model.backbone), option="image_size")
             model = replace(model, image_size=size)
+        crop_ratio = model.crop_ratio if settings.crop_ratio is None else settings.crop_ratio
         model.backbone.to(device)
-        about = f"{model.architecture}, {model.image_size} px, {settings.precision}, {device}"
+        seen = f"{model.image_size} px, crop ratio {crop_ratio:g}"
+        about = f"{model.architecture}, {seen}, {settings.precision}, {device}"
         print_line(console, f"{model.name}: {model.origin}; {about}")
         yield (
             Extractor(
@@ -74,7 +76,7 @@ def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[
                 device=device,
                 cache=cache,
                 feature=settings.feature,
-                crop_ratio=settings.crop_ratio,
+                crop_ratio=crop_ratio,
                 progress=progress,
             ),
             console,

@@ -180,6 +180,7 @@ def _train(recipe: PretrainRecipe, folder: RunFolder, device: torch.device, cons
         views=recipe.views,
         schedules=schedules,
         probe=probe,
+        crop_ratio=recipe.probes.crop_ratio,
         folder=folder,
         device=device,
     )

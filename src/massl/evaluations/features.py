@@ -20,7 +20,7 @@ from torch import Tensor
 
 from massl import distributed
 from massl.config import MasslError, Settings, closest
-from massl.data.evaluation.views import PUBLISHED_CROP_RATIO, CentreView, EvaluationView, view_key
+from massl.data.evaluation.views import MAX_SIDE, PUBLISHED_CROP_RATIO, CentreView, EvaluationView, view_key
 from massl.data.loading.gpu_decode import jpeg_decoder
 from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.sources.base import DataError, ImageSource
@@ -33,7 +33,6 @@ from massl.weights.models import LoadedModel
 
 _FORMAT = 1  # raise when the same key would give other features
 _PART_SIZE = 65_536  # images stored together, and lost if an extraction is stopped
-_MAX_SIDE = 1 << 15  # in effect no limit: images are not reduced for evaluations
 _MESSAGE_BYTES = 1024  # of an error that is sent to all processes
 
 
@@ -140,7 +139,7 @@ class Extractor:
             seed=0,
             num_workers=self.settings.num_workers,
             worker_kind=self.settings.worker_kind,
-            max_side=_MAX_SIDE,
+            max_side=MAX_SIDE,
             device=self.device,
             batch_decoder=jpeg_decoder(self.settings.decoder, self.device),
             on_skip=lambda message: _refuse(source, message),

@@ -11,6 +11,8 @@ from torch.nn.functional import interpolate
 from massl.config import RecipeError
 
 FirstAxis = Literal["rows", "columns"]
+# The only rule, in training and evaluation. Backbone files name it, so that a file with another one is not misread.
+RESAMPLING_RULE = "dino"
 
 
 @functools.lru_cache(maxsize=64)

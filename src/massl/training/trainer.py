@@ -77,6 +77,7 @@ class Trainer:
         views: ViewSettings,
         schedules: Schedules,
         probe: Probe | None,
+        crop_ratio: float,  # of evaluations; kept with the backbone
         folder: RunFolder,
         device: torch.device,
     ) -> None:
@@ -87,7 +88,7 @@ class Trainer:
                 f"{settings.accumulation_steps} accumulation steps; make it a multiple of {parts}"
             )
         self.settings, self.views, self.schedules, self.folder, self.device = settings, views, schedules, folder, device
-        self.loader, self.probe = loader, probe
+        self.loader, self.probe, self.crop_ratio = loader, probe, crop_ratio
         self.method = method.to(device).train()
         self.method.set_activation_checkpointing(settings.activation_checkpointing)
         self.execution = choose_execution(
@@ -273,8 +274,10 @@ class Trainer:
                 "optimizer": self.optimizer.portable_state(),
             }
             backbone, mean, std = self.method.backbone_to_evaluate(), self.views.mean, self.views.std
-            arguments, size = backbone.timm_arguments, self.views.global_size
-            content = backbone_bytes(backbone.model, timm_arguments=arguments, mean=mean, std=std, image_size=size)
+            arguments, size, ratio = backbone.timm_arguments, self.views.global_size, self.crop_ratio
+            content = backbone_bytes(
+                backbone.model, timm_arguments=arguments, mean=mean, std=std, image_size=size, crop_ratio=ratio
+            )
             # Before the checkpoint: a run whose last checkpoint exists counts as finished and must have its backbone.
             self.folder.write_bytes(BACKBONE_FILE, content)
             self.store.save(done, state, milestone_every=self._milestone_steps)

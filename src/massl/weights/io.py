@@ -11,15 +11,20 @@ import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from massl.config import MasslError
+from massl.data.evaluation.views import PUBLISHED_CROP_RATIO, whole_patches
+from massl.nn.any_size import for_any_size, for_one_size
 from massl.nn.backbone import create_timm_model
+from massl.nn.positions import RESAMPLING_RULE
+from massl.weights.transform import ImageTransform
 
 BACKBONE_FILE = "backbone.safetensors"
 
@@ -37,6 +42,12 @@ class BackboneContent:
     mean: tuple[float, float, float]  # of the training images
     std: tuple[float, float, float]
     image_size: int | None  # side of the training views; None in older files
+    crop_ratio: float  # centre crop / shorter side of the run's probes; older files: the published one
+
+
+class LoadedBackbone(NamedTuple):
+    model: nn.Module  # a timm model in eval mode
+    transform: ImageTransform  # an image -> its input [3, S, S]
 
 
 def backbone_bytes(
@@ -46,37 +57,77 @@ def backbone_bytes(
     mean: tuple[float, ...],
     std: tuple[float, ...],
     image_size: int,
+    crop_ratio: float = PUBLISHED_CROP_RATIO,
 ) -> bytes:
-    """The file content for a timm model."""
+    """The file content for a timm model: always the same for the same model."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    facts = {"timm": dict(timm_arguments), "mean": mean, "std": std, "image_size": image_size}
-    return safetensors.torch.save(tensors, {"format": "pt", **{name: json.dumps(fact) for name, fact in facts.items()}})
+    facts = {
+        "timm": dict(timm_arguments),
+        "mean": mean,
+        "std": std,
+        "image_size": image_size,
+        "crop_ratio": crop_ratio,
+        "position_resampling": RESAMPLING_RULE,
+    }
+    metadata = {"format": "pt", **{name: json.dumps(fact) for name, fact in facts.items()}}
+    return _with_sorted_metadata(safetensors.torch.save(tensors, metadata))
 
 
-def load_backbone(run: str | Path) -> nn.Module:
-    """The trained teacher backbone of a run (its folder or .safetensors file) as a plain timm model in eval mode.
+def _with_sorted_metadata(content: bytes) -> bytes:
+    """safetensors writes the metadata in a random order."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # the tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text + content[end:]
 
-    `model(images)` gives the features; `model.default_cfg` has the size, mean and std of the training images. Vision
-    transformers accept images of any size that is a multiple of the patch.
+
+def load_backbone(run: str | Path, *, image_size: int | None = None) -> LoadedBackbone:
+    """The trained teacher backbone of a run (its folder or .safetensors file), and the transform of its images.
+
+    The model is a timm model in eval mode, the transform turns an image (path, Pillow image or uint8 array [H, W, 3])
+    into its input [3, S, S], as `massl embed` does. S is the size of the training images, or `image_size`; the model is
+    then a plain one for this size. Otherwise vision transformers accept any multiple of the patch.
     """
+    if image_size is not None and image_size < 1:
+        raise WeightsError(f"image_size is {image_size}; give the side of the images in pixels")
     path = backbone_path(run)
     content = backbone_content(path, *read_safetensors(path))
     if content is None:
         raise WeightsError(f"{path} was not written by massl: it does not name its timm model")
     arguments = dict(content.timm_arguments)
-    if "pos_embed" in content.tensors:
-        arguments["dynamic_img_size"] = True
-    model = create_timm_model(arguments)
+    model = create_timm_model({**arguments, "dynamic_img_size": True} if "pos_embed" in content.tensors else arguments)
     load_strictly(model, content.tensors, origin=str(path))
-    model.default_cfg.update(mean=content.mean, std=content.std)  # type: ignore[operator, union-attr]
-    set_image_size(model, content.image_size)
-    return model.eval()
+    size = image_size or content.image_size or own_image_size(model)
+    if image_size is not None and isinstance(model, VisionTransformer):
+        whole_patches(image_size, int(model.patch_embed.patch_size[0]), option="image_size")
+        model = for_one_size(model, arguments, image_size)
+    else:
+        model = for_any_size(model)
+    describe_images(model, content, image_size=size)
+    transform = ImageTransform(image_size=size, crop_ratio=content.crop_ratio, mean=content.mean, std=content.std)
+    return LoadedBackbone(model.eval(), transform)
 
 
-def set_image_size(model: nn.Module, image_size: int | None) -> None:
-    """Store the size of the training images where timm keeps that of its published weights."""
-    if image_size is not None:
-        model.default_cfg.update(input_size=(3, image_size, image_size))  # type: ignore[operator, union-attr]
+def describe_images(model: nn.Module, content: BackboneContent, *, image_size: int) -> None:
+    """Store how images are prepared where timm keeps it for its published weights."""
+    config: Any = model.default_cfg
+    config.update(
+        input_size=(3, image_size, image_size),
+        crop_pct=content.crop_ratio,
+        mean=content.mean,
+        std=content.std,
+        interpolation="bicubic",
+    )
+
+
+def own_image_size(model: nn.Module) -> int:
+    """Side of the images that the model was built for."""
+    if isinstance(model, VisionTransformer) and model.patch_embed.grid_size is not None:
+        return int(model.patch_embed.grid_size[0] * model.patch_embed.patch_size[0])
+    config: Any = model.default_cfg
+    return int(config["input_size"][-1])
 
 
 def backbone_path(run: str | Path) -> Path:
@@ -108,10 +159,22 @@ def backbone_content(path: Path, tensors: dict[str, Tensor], metadata: Mapping[s
     try:
         timm_arguments, mean, std = (json.loads(metadata[key]) for key in ("timm", "mean", "std"))
         image_size = json.loads(metadata.get("image_size", "null"))
+        crop_ratio = json.loads(metadata.get("crop_ratio", str(PUBLISHED_CROP_RATIO)))
+        rule = json.loads(metadata.get("position_resampling", f'"{RESAMPLING_RULE}"'))
     except (KeyError, ValueError) as error:
         raise WeightsError(f"the metadata of {path} are damaged ({error!r}); write the file again") from error
+    if rule != RESAMPLING_RULE:
+        raise WeightsError(
+            f"{path} resamples position embeddings by the rule {rule!r}, which this version of massl does not have; "
+            "install a newer one"
+        )
     return BackboneContent(
-        tensors=tensors, timm_arguments=timm_arguments, mean=tuple(mean), std=tuple(std), image_size=image_size
+        tensors=tensors,
+        timm_arguments=timm_arguments,
+        mean=tuple(mean),
+        std=tuple(std),
+        image_size=image_size,
+        crop_ratio=crop_ratio,
     )
 
 

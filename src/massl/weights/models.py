@@ -4,7 +4,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,18 @@ from timm.layers.patch_embed import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from massl.data.evaluation.views import PUBLISHED_CROP_RATIO
 from massl.nn.backbone import Backbone, create_timm_model
 from massl.weights.io import (
     BackboneContent,
     WeightsError,
     backbone_content,
     backbone_path,
+    describe_images,
     load_strictly,
+    own_image_size,
     read_pickled,
     read_safetensors,
-    set_image_size,
 )
 from massl.weights.key_maps import backbone_of, shape_of
 
@@ -42,6 +44,7 @@ class LoadedModel:
     image_size: int  # side of the images it was trained on
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    crop_ratio: float = PUBLISHED_CROP_RATIO  # centre crop / shorter side of the images; of a run: that of its probes
 
     @property
     def architecture(self) -> str:
@@ -94,9 +97,11 @@ def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int
         own = _num_heads(backbone.model)
         raise WeightsError(f"{path} was written by massl with {own} attention heads, not {num_heads}; omit num_heads")
     load_strictly(backbone.model, content.tensors, origin=str(path))
-    set_image_size(backbone.model, content.image_size)
+    size = content.image_size or own_image_size(backbone.model)
+    describe_images(backbone.model, content, image_size=size)
     origin = f"teacher of {path}" if path.is_dir() else f"backbone {path}"
-    return _loaded(backbone, name=name, origin=origin, mean=content.mean, std=content.std)
+    model = _loaded(backbone, name=name, origin=origin, mean=content.mean, std=content.std)
+    return replace(model, image_size=size, crop_ratio=content.crop_ratio)
 
 
 def _open_foreign(name: str, path: Path, checkpoint: Any, *, num_heads: int | None) -> LoadedModel:
@@ -198,10 +203,3 @@ def _num_heads(model: nn.Module) -> int | None:
         return None
     first_block: Any = model.blocks[0]
     return int(first_block.attn.num_heads)
-
-
-def own_image_size(model: nn.Module) -> int:
-    if isinstance(model, VisionTransformer) and model.patch_embed.grid_size is not None:
-        return int(model.patch_embed.grid_size[0] * model.patch_embed.patch_size[0])
-    config: Any = model.default_cfg
-    return int(config["input_size"][-1])

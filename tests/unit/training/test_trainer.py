@@ -98,6 +98,7 @@ def trainer(output: Path, *, method_type: type[MaSSL] = MaSSL, **changes: Any) -
             steps_per_epoch=order.steps_per_epoch,
         ),
         probe=probe,
+        crop_ratio=recipe.probes.crop_ratio,
         folder=folder,
         device=torch.device("cpu"),
     )

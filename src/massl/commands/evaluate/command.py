@@ -22,7 +22,7 @@ from massl.evaluations.protocols import PROTOCOLS
 from massl.evaluations.results import RESULTS_FILE, ResultRow, append_rows, newest, read_rows
 from massl.nn.token_readout import UnsuitableModel
 from massl.reports.tables import ResultsTable, as_markdown, results_table, transfer_averages
-from massl.weights.models import own_image_size
+from massl.weights.io import own_image_size
 
 _TABLE_FILE = "results.md"
 

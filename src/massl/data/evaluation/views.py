@@ -13,6 +13,7 @@ from massl.data.views import ViewSettings, draw_parameters
 from massl.ops.image_ops import Filter, RaggedImages, centre_view, crop_resize
 
 PUBLISHED_CROP_RATIO = 224 / 256
+MAX_SIDE = 1 << 15  # in effect no limit: images are not reduced before evaluation views
 
 
 class EvaluationView(Protocol):

@@ -151,10 +151,15 @@ def _open(data: bytes, max_side: int, turn_upright: bool) -> Image.Image:
             scale = max_side / max(width, height)
             # JPEG decodes at 1/2, 1/4 or 1/8
             picture.draft(None, (max(1, round(width * scale)), max(1, round(height * scale))))
-        picture.load()
-        turn = _TURN_UPRIGHT.get(_orientation(picture)) if turn_upright else None
-        reduced = _reduced(_as_rgb(picture), max_side)
-        return reduced if turn is None else reduced.transpose(turn)
+        return upright_rgb(picture, max_side=max_side, turn_upright=turn_upright)
+
+
+def upright_rgb(picture: Image.Image, *, max_side: int, turn_upright: bool = True) -> Image.Image:
+    """An opened picture in mode RGB or L, as `decode` gives it."""
+    picture.load()
+    turn = _TURN_UPRIGHT.get(_orientation(picture)) if turn_upright else None
+    reduced = _reduced(_as_rgb(picture), max_side)
+    return reduced if turn is None else reduced.transpose(turn)
 
 
 def _orientation(picture: Image.Image) -> int:

@@ -1,0 +1,39 @@
+"""timm's vision transformer for images of any size, with the position embeddings of training."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from massl.nn.backbone import create_timm_model
+from massl.nn.positions import model_positions
+from massl.nn.transformer.plain import embed_patches
+
+
+class AnySizeTransformer(VisionTransformer):
+    """timm's model, except that position embeddings are resampled as in training; timm's rule differs by 4 % at 96 px.
+
+    Only for models built with `dynamic_img_size=True`.
+    """
+
+    def _pos_embed(self, x: Tensor) -> Tensor:  # [B, height, width, D] -> [B, prefix + height * width, D]
+        tokens: Tensor = self.pos_drop(embed_patches(self, x.flatten(1, 2), model_positions(self, *x.shape[1:3])))
+        return tokens
+
+
+def for_any_size(model: nn.Module) -> nn.Module:
+    """The same model, which resamples position embeddings as in training; other networks stay as they are."""
+    if type(model) is VisionTransformer and model.dynamic_img_size:
+        model.__class__ = AnySizeTransformer
+    return model
+
+
+def for_one_size(model: VisionTransformer, timm_arguments: Mapping[str, Any], image_size: int) -> nn.Module:
+    """A plain timm model for square images of this size; the position embeddings are resampled once, as in training."""
+    resized = create_timm_model({**timm_arguments, "img_size": image_size})
+    side = image_size // int(model.patch_embed.patch_size[0])
+    positions = model_positions(model, side, side)
+    state = model.state_dict()
+    resized.load_state_dict(state if positions is None else {**state, "pos_embed": positions.detach()})
+    return resized
