@@ -92,14 +92,19 @@ def _unknown_keys(settings_type: type[Settings], values: Mapping[str, Any], pref
 
 def _nested_settings(annotation: Any, values: Mapping[str, Any]) -> type[Settings] | None:
     """The settings class for `values`; in a union the one whose default name is given, or the first."""
-    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    fitting = [option for option in options if isinstance(option, type) and issubclass(option, Settings)]
+    fitting = _section_types(annotation)
     named = [
         option
         for option in fitting
         if "name" in option.model_fields and option.model_fields["name"].default == values.get("name")
     ]
     return next(iter(named or fitting), None)
+
+
+def _section_types(annotation: Any) -> list[type[Settings]]:
+    """The settings classes that a field takes; none if it is a plain value."""
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return [option for option in options if isinstance(option, type) and issubclass(option, Settings)]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -112,18 +117,35 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with dotted overrides applied: merge({"trainer": {"epochs": 1}}, {"trainer.epochs": 2})."""
+def merge(values: Mapping[str, Any], overrides: Mapping[str, Any], settings_type: type[Settings]) -> dict[str, Any]:
+    """Values with overrides applied. {"trainer.epochs": 2} and {"trainer": {"epochs": 2}} change the same one value."""
     merged: dict[str, Any] = json.loads(json.dumps(values))
-    for dotted, value in overrides.items():
-        *parents, last = dotted.split(".")
+    for key, value in dotted(overrides, settings_type).items():
+        *parents, last = key.split(".")
         section = merged
         for parent in parents:
-            section = section.setdefault(parent, {})
+            if section.get(parent) is None:
+                section[parent] = {}
+            section = section[parent]
             if not isinstance(section, dict):
-                raise RecipeError(f"override {dotted}: {parent} is a value, not a section")
+                raise RecipeError(f"override {key}: {parent} is a value, not a section")
         section[last] = value
     return merged
+
+
+def dotted(overrides: Mapping[str, Any], *settings_types: type[Settings], prefix: str = "") -> dict[str, Any]:
+    """Overrides by dotted key. Sections are opened; a value stays whole, also one that is a mapping (timm_options)."""
+    flat: dict[str, Any] = {}
+    for key, value in overrides.items():
+        name, _, rest = str(key).partition(".")
+        given = {rest: value} if rest else value
+        fields = [options.model_fields[name] for options in settings_types if name in options.model_fields]
+        sections = [section for field in fields for section in _section_types(field.annotation)]
+        if sections and isinstance(given, Mapping):
+            flat |= dotted(given, *sections, prefix=f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def overlay(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

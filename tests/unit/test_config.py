@@ -3,12 +3,17 @@ from pathlib import Path
 import pytest
 from pydantic import Field, ValidationError, model_validator
 
-from massl.commands.recipe import PretrainRecipe, load_recipe, recipe_header, shipped_recipes
+from massl.commands.embed import EmbedSettings
+from massl.commands.evaluate.command import EvaluateSettings
+from massl.commands.recipe import PretrainRecipe, load_recipe
+from massl.commands.recipes import recipe_header, shipped_recipes
+from massl.commands.visualize import VisualizeSettings
 from massl.config import (
     RecipeError,
     Settings,
     changed,
     closest,
+    dotted,
     fingerprint,
     flatten,
     merge,
@@ -78,14 +83,41 @@ def test_settings_cannot_be_changed() -> None:
 
 def test_dotted_overrides_change_single_values_and_leave_the_rest_and_the_original_alone() -> None:
     values = {"engine": {"cylinders": 6, "fuel": "diesel"}, "price": 2.0}
-    merged = merge(values, {"engine.cylinders": 8, "spare.size": 17})
+    merged = merge(values, {"engine.cylinders": 8, "spare.size": 17}, Car)
     assert merged == {"engine": {"cylinders": 8, "fuel": "diesel"}, "price": 2.0, "spare": {"size": 17}}
     assert values == {"engine": {"cylinders": 6, "fuel": "diesel"}, "price": 2.0}
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [{"engine": {"cylinders": 8}, "spare": {"size": 17}}, {"engine.cylinders": 8, "spare": {"size": 17}}],
+    ids=["nested", "mixed"],
+)
+def test_nested_overrides_change_single_values_as_dotted_ones_do(overrides: dict[str, object]) -> None:
+    values = {"engine": {"cylinders": 6, "fuel": "diesel"}, "spare": None}
+    assert merge(values, overrides, Car) == {"engine": {"cylinders": 8, "fuel": "diesel"}, "spare": {"size": 17}}
+
+
+def test_a_value_that_is_a_mapping_is_replaced_and_its_entries_can_be_changed() -> None:
+    values = {"backbone": {"name": "vit", "timm_options": {"depth": 3, "embed_dim": 96}}}
+    for overrides in ({"backbone": {"timm_options": {"depth": 6}}}, {"backbone.timm_options": {"depth": 6}}):
+        assert merge(values, overrides, PretrainRecipe)["backbone"] == {"name": "vit", "timm_options": {"depth": 6}}
+    merged = merge(values, {"backbone.timm_options.depth": 6}, PretrainRecipe)
+    assert merged["backbone"]["timm_options"] == {"depth": 6, "embed_dim": 96}
+
+
+def test_overrides_are_named_by_dotted_keys_in_the_sections_of_every_method() -> None:
+    overrides = {"method": {"name": "dino", "prototypes": {"num_prototypes": 8}}, "trainer.epochs": 2}
+    assert dotted(overrides, PretrainRecipe) == {
+        "method.name": "dino",
+        "method.prototypes.num_prototypes": 8,
+        "trainer.epochs": 2,
+    }
+
+
 def test_an_override_below_a_value_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"price\.tax"):
-        merge({"price": 2.0}, {"price.tax": 0.2})
+        merge({"price": 2.0}, {"price.tax": 0.2}, Car)
 
 
 def test_flatten_names_every_value_by_its_dotted_key() -> None:
@@ -187,6 +219,57 @@ def test_a_recipe_takes_overrides_by_dotted_key() -> None:
         load_recipe("demo", {"trainer.epoch": 3})
     with pytest.raises(RecipeError, match=r"method\.memory"):
         load_recipe("demo", {"method.memory.num_rows": 256})
+
+
+# One value of every section that differs from the demo's, beside others that differ from the defaults.
+IN_EACH_SECTION = [
+    ("data", {"max_side": 99}),
+    ("views", {"flip_probability": 0.125}),
+    ("backbone", {"drop_path_rate": 0.25}),
+    ("method", {"student_temperature": 0.3}),
+    ("method", {"teacher": {"momentum": 0.75}}),
+    ("method", {"memory": {"block_size": 256}}),
+    ("method", {"name": "dino", "prototypes": {"num_prototypes": 64}}),
+    ("optimizer", {"weight_decay": 0.01}),
+    ("trainer", {"batch_size": 64}),
+    ("probes", {"num_neighbours": 3}),
+]
+
+
+@pytest.mark.parametrize(("section", "values"), IN_EACH_SECTION)
+def test_a_nested_override_keeps_the_other_values_of_its_section(section: str, values: dict[str, object]) -> None:
+    by_dots = {f"{section}.{key}": value for key, value in flatten(values).items()}
+    recipe = load_recipe("demo", {section: values})
+    assert recipe == load_recipe("demo", by_dots)
+    before = flatten(load_recipe("demo", {key: by_dots[key] for key in by_dots if key == "method.name"}))
+    after = flatten(recipe)
+    assert {key for key in after if after[key] != before[key]} == by_dots.keys() - {"method.name"}
+
+
+def test_every_section_of_the_recipe_is_tried_with_a_nested_override() -> None:
+    assert {section for section, _ in IN_EACH_SECTION} == PretrainRecipe.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings_type", "values", "overrides", "key", "expected"),
+    [
+        (
+            EvaluateSettings,
+            {"model": "m", "output": "o", "knn": {"temperature": 0.5}},
+            {"knn": {"ks": [7]}},
+            "knn",
+            0.5,
+        ),
+        (EmbedSettings, {"model": "m", "data": "d", "output": "o.npz"}, {"image_size": 96}, "image_size", 96),
+        (VisualizeSettings, {"model": "m", "kind": "attention"}, {"cosine": True}, "cosine", True),
+    ],
+)
+def test_overrides_of_the_other_commands_merge_alike(
+    settings_type: type[Settings], values: dict[str, object], overrides: dict[str, object], key: str, expected: object
+) -> None:
+    merged = merge(values, overrides, settings_type)
+    assert merged == {**values, **overrides, key: merged[key]}
+    assert (merged[key]["temperature"] if key == "knn" else merged[key]) == expected
 
 
 def test_a_recipe_is_read_from_a_file_too(tmp_path: Path) -> None:

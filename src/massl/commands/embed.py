@@ -46,7 +46,7 @@ def embed(
     The file's ending chooses the format: .parquet, .npz or .safetensors. `overrides` sets any other option of
     `massl embed --help`, e.g. {"image_size": 96}.
     """
-    values = merge({"model": str(model), "data": str(data), "output": str(output)}, overrides or {})
+    values = merge({"model": str(model), "data": str(data), "output": str(output)}, overrides or {}, EmbedSettings)
     return run_embedding(validate(EmbedSettings, values, origin="embed"))
 
 

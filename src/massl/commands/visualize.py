@@ -97,7 +97,8 @@ def visualize(
         "seed": seed,
         "device": device,
     }
-    return run_visualization(validate(VisualizeSettings, merge(values, overrides or {}), origin="visualize"))
+    merged = merge(values, overrides or {}, VisualizeSettings)
+    return run_visualization(validate(VisualizeSettings, merged, origin="visualize"))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from massl.commands.recipe import PretrainRecipe
 from massl.config import merge
 
 RECIPE: dict[str, Any] = {
@@ -41,7 +42,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     ) -> Path:
         folder = tmp_path / name
         folder.mkdir(parents=True)
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(merge(RECIPE, changes or {})))
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(merge(RECIPE, changes or {}, PretrainRecipe)))
         environment = {
             "device": device,
             "world_size": world_size,

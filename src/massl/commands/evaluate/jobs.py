@@ -58,7 +58,9 @@ def _jobs_of_suite(request: EvaluationRequest, root: Path) -> Iterator[tuple[Job
         given = _settings_of(entry.protocol, request)
         default = type(given)()  # the suite's settings apply only where the user left the default
         changes = {key: value for key, value in entry.settings.items() if getattr(given, key) == getattr(default, key)}
-        chosen = validate(type(given), merge(given.model_dump(mode="json"), changes), origin=entry.protocol)
+        chosen = validate(
+            type(given), merge(given.model_dump(mode="json"), changes, type(given)), origin=entry.protocol
+        )
         yield _job_below(root, entry.protocol, entry.data, chosen, parts=entry.parts), lacks
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from massl.commands.compare import command
 from massl.commands.compare.command import CompareSettings, compare, run_comparison
 from massl.commands.pretrain import PretrainResult
-from massl.commands.recipe import parse_set_options
+from massl.commands.recipe import PretrainRecipe, parse_set_options
 from massl.config import MasslError, RecipeError, merge
 from massl.reports import figures
 from massl.reports.comparison import plots
@@ -34,7 +34,7 @@ def write_run(folder: Path, changes: dict[str, Any] | None = None, *, accuracy: 
         {"step": 0, "epoch": 0, "images_per_second": 0.0, "knn_top1": 20.0},
         {"step": 10, "epoch": 1, "images_per_second": 10.0, "knn_top1": accuracy},
     ]
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(merge(recipe, changes or {})))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(merge(recipe, changes or {}, PretrainRecipe)))
     (folder / "environment.json").write_text(json.dumps({"device": "cpu", "world_size": 1}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
