@@ -3,26 +3,39 @@
 import contextlib
 import datetime
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+Value = TypeVar("Value")
+
+
+_started_here = False  # whether `start` created the process group; the user's own is left alone
+
 
 def start(device_type: str) -> None:
-    """Join the process group that torchrun describes in the environment; does nothing in a single process."""
+    """Join the process group that torchrun describes in the environment; does nothing in a single process.
+
+    A group that exists already is used as it is.
+    """
+    global _started_here
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
     if device_type == "cuda":
         torch.cuda.set_device(local_rank())
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=datetime.timedelta(minutes=30))
+    _started_here = True
 
 
 def stop() -> None:
-    if dist.is_initialized():
+    """Leave the process group that `start` created; one created by someone else stays."""
+    global _started_here
+    if _started_here and dist.is_initialized():
         dist.destroy_process_group()
+    _started_here = False
 
 
 def rank() -> int:
@@ -45,6 +58,14 @@ def is_main() -> bool:
 def barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def gather_objects(value: Value) -> list[Value]:
+    """A small plain value of every rank, in rank order."""
+    gathered: list[Value] = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def gather_rows(rows: Tensor) -> Tensor:  # [n, ...] on each rank -> [n * world_size, ...], in rank order
