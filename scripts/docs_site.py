@@ -21,7 +21,8 @@ from massl.commands.ablate.command import AblateSettings
 from massl.commands.compare.command import CompareSettings
 from massl.commands.embed import EmbedSettings
 from massl.commands.evaluate.settings import EvaluateSettings
-from massl.commands.recipe import PretrainRecipe, load_recipe, recipe_header, shipped_recipes
+from massl.commands.recipe import PretrainRecipe, load_recipe
+from massl.commands.recipes import recipe_header, shipped_recipes
 from massl.commands.report.command import ReportSettings
 from massl.commands.visualize import VisualizeSettings
 from massl.config import Settings

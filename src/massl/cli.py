@@ -16,7 +16,7 @@ COMMANDS = {
         "massl.commands.ablate.command",
     ),
     "report": ("put runs and their results on one HTML page", "massl.commands.report.command"),
-    "recipes": ("list the recipes that come with massl", "massl.commands.recipe"),
+    "recipes": ("list the recipes that come with massl", "massl.commands.recipes"),
 }
 
 

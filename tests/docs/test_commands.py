@@ -23,7 +23,8 @@ from massl.commands.compare.command import CompareSettings, _trainings
 from massl.commands.embed import EmbedSettings
 from massl.commands.evaluate.settings import EvaluateSettings
 from massl.commands.pretrain import parse_pretrain
-from massl.commands.recipe import load_recipe, parse_set_options, recipe_header, shipped_recipes
+from massl.commands.recipe import load_recipe, parse_set_options
+from massl.commands.recipes import recipe_header, shipped_recipes
 from massl.commands.report.command import ReportSettings
 from massl.commands.visualize import VisualizeSettings
 

@@ -10,7 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from massl.commands.recipe import PretrainRecipe, shipped_recipes
+from massl.commands.recipe import PretrainRecipe
+from massl.commands.recipes import shipped_recipes
 from massl.config import flatten
 
 pytestmark = pytest.mark.slow

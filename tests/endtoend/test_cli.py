@@ -2,7 +2,8 @@ from typing import Any
 
 import pytest
 
-from massl.commands.recipe import load_recipe, shipped_recipes
+from massl.commands.recipe import load_recipe
+from massl.commands.recipes import shipped_recipes
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

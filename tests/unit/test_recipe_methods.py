@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from massl.commands.pretrain import parse_pretrain, pretrain
-from massl.commands.recipe import load_recipe, shipped_recipes
+from massl.commands.recipe import load_recipe
+from massl.commands.recipes import shipped_recipes
 from massl.config import RecipeError, overlay
 from massl.methods import METHODS
 from massl.methods.base import TeacherSettings

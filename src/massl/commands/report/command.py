@@ -13,7 +13,8 @@ from pydantic import Field, model_validator
 from massl.commands.arguments import parse
 from massl.commands.console import command_text, message_console, print_line
 from massl.commands.device import Device
-from massl.commands.recipe import load_recipe, shipped_recipes
+from massl.commands.recipe import load_recipe
+from massl.commands.recipes import shipped_recipes
 from massl.commands.report.files import require_page_file, runs_of_comparison, write_page
 from massl.config import MasslError, Settings, flatten, validate
 from massl.evaluations.measurement import EvaluationError
