@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from massl.data.sources.base import DataError, EncodedImage, Pixels
+from massl.data.sources.base import Contents, DataError, EncodedImage, Pixels
 
 _HASHED_AT_ONCE = 1024  # images
 
@@ -38,6 +38,9 @@ class ArraySource:
 
     def fingerprint(self) -> str:
         return self._digest
+
+    def contents(self) -> Contents:
+        return Contents(self._digest)  # the pixels are in memory
 
     @cached_property
     def _digest(self) -> str:

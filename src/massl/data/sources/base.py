@@ -27,6 +27,14 @@ class EncodedImage:
     turn_upright: bool = True  # by the EXIF orientation of the file
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a source holds, equal for equal images wherever they are stored and whenever they were copied there."""
+
+    reading: str  # how the images are read (labels, orientation), or a digest of the pixels if they are in memory
+    files: bytes = b""  # "SIZE NAME\0" of every image file, in order; names are relative
+
+
 class ImageSource(Protocol):
     """Indexed images of one storage; thread-safe."""
 
@@ -61,6 +69,10 @@ class ImageSource(Protocol):
 
     def fingerprint(self) -> str:
         """Digest that changes with any image, its index or its label: features cached under it are never stale."""
+        ...
+
+    def contents(self) -> Contents:
+        """Names and sizes of the images; no image file is read. Unlike the fingerprint it survives a move or a copy."""
         ...
 
 

@@ -39,11 +39,7 @@ def digest_of_files(root: Path, keys: Iterable[str]) -> str:
     def stamp(chunk: list[str]) -> bytes:
         numbers = array("Q")
         for key in chunk:
-            try:
-                status = os.stat(f"{root}/{key}")  # noqa: PTH116  # 6 s for the 1.28 million of ImageNet, pathlib 11 s
-            except OSError as error:
-                problem = f"{root}/{key} cannot be read: {error.strerror}"
-                raise DataError(f"{problem}; it existed when its folder was listed") from None
+            status = _status(root, key)
             # times before 1970 are negative
             numbers.extend((status.st_size, status.st_mtime_ns & _MASK64, status.st_ctime_ns & _MASK64, status.st_ino))
         return hashlib.sha256(os.fsencode("\0".join(chunk)) + b"\0\0" + numbers.tobytes()).digest()
@@ -52,6 +48,23 @@ def digest_of_files(root: Path, keys: Iterable[str]) -> str:
     for chunk_stamp in in_threads(stamp, keys):
         digest.update(chunk_stamp)
     return digest.hexdigest()
+
+
+def sizes_of_files(root: Path, keys: Iterable[str]) -> bytes:
+    """Size, name and a zero byte of every file, in order; unlike `digest_of_files`, equal for copies of the files."""
+
+    def sizes(chunk: list[str]) -> bytes:
+        return b"".join(b"%d %s\0" % (_status(root, key).st_size, os.fsencode(key)) for key in chunk)
+
+    return b"".join(in_threads(sizes, keys))
+
+
+def _status(root: Path, key: str) -> os.stat_result:
+    try:
+        return os.stat(f"{root}/{key}")  # noqa: PTH116  # 6 s for the 1.28 million of ImageNet, pathlib 11 s
+    except OSError as error:
+        problem = f"{root}/{key} cannot be read: {error.strerror}"
+        raise DataError(f"{problem}; it existed when its folder was listed") from None
 
 
 def files_below(folder: Path) -> Iterator[str]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from massl.data.sources.base import DataError, EncodedImage, Orientation, known_orientation
-from massl.data.sources.file_stamps import digest_of_files, in_threads
+from massl.data.sources.base import Contents, DataError, EncodedImage, Orientation, known_orientation
+from massl.data.sources.file_stamps import digest_of_files, in_threads, sizes_of_files
 
 
 class FileListSource:
@@ -75,6 +75,10 @@ class FileListSource:
         digest = hashlib.sha256(f"{self._orientation} {digest_of_files(self._root, self._files)}".encode())
         digest.update(self._labels or b"")
         return digest.hexdigest()
+
+    def contents(self) -> Contents:
+        labels = hashlib.sha256(self._labels or b"").hexdigest()
+        return Contents(f"{self._orientation} {labels}", sizes_of_files(self._root, self._files))
 
 
 def _class_names(

@@ -15,8 +15,8 @@ from PIL import Image
 
 from massl.config import closest
 from massl.data.sources.array import digest_of_arrays
-from massl.data.sources.base import DataError, EncodedImage, Pixels, split_query
-from massl.data.sources.file_stamps import digest_of_files, files_below
+from massl.data.sources.base import Contents, DataError, EncodedImage, Pixels, split_query
+from massl.data.sources.file_stamps import digest_of_files, files_below, sizes_of_files
 
 # attributes with labels (CIFAR, DTD and Pets, SVHN and STL10, Caltech101) or (path, label) pairs (ImageNet, Cars)
 _LABEL_ATTRIBUTES = ("targets", "_labels", "labels", "y", "samples", "_samples")
@@ -76,6 +76,18 @@ class TorchvisionSource:
             for index in range(len(self)):
                 digest.update(digest_of_arrays(self._pixels_of(index)[None], None).encode())
         return digest.hexdigest()
+
+    def contents(self) -> Contents:
+        """The set's own files by name and size; its pixels where it has no files, or has them in memory."""
+        folder = _own_folder(self._dataset)
+        if self.pixels is not None or folder is None:
+            return Contents(self._fingerprint)
+        chosen = sorted((key, value) for key, value in self._arguments.items() if key != "root")
+        reading = hashlib.sha256(repr((type(self._dataset).__name__, chosen)).encode())
+        reading.update(b"" if self._labels is None else self._labels.data)
+        for name, values in sorted(_lists_of_files(self._dataset)):
+            reading.update(f"{name} {values}".replace(str(folder), "").encode(errors="surrogateescape"))
+        return Contents(reading.hexdigest(), sizes_of_files(folder, files_below(folder)))
 
     @cached_property
     def class_names(self) -> tuple[str, ...] | None:
