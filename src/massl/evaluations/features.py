@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,16 +23,18 @@ from massl.config import MasslError, Settings, closest
 from massl.data.evaluation.views import MAX_SIDE, PUBLISHED_CROP_RATIO, CentreView, EvaluationView, view_key
 from massl.data.loading.gpu_decode import jpeg_decoder
 from massl.data.loading.loader import ImageBatch, Loader
-from massl.data.sources.base import DataError, ImageSource
+from massl.data.sources.base import ImageSource
+from massl.data.sources.subset import UnreadableImages
 from massl.evaluations.base import LabelledFeatures, labels_of_images, require_finite
 from massl.evaluations.measurement import EvaluationError
 from massl.evaluations.named_features import FEATURES, read_feature
-from massl.files import replacing
+from massl.files import replacing, write_atomically
 from massl.ops.image_ops import Filter, normalise
 from massl.weights.models import LoadedModel
 
 _FORMAT = 1  # raise when the same key would give other features
 _PART_SIZE = 65_536  # images stored together, and lost if an extraction is stopped
+_UNREADABLE_FILE = "unreadable.json"  # index -> reason, beside the features of a source
 _MESSAGE_BYTES = 1024  # of an error that is sent to all processes
 
 
@@ -79,23 +81,39 @@ class Extractor:
     feature: str | None = None  # instead of the protocol's
     crop_ratio: float = PUBLISHED_CROP_RATIO  # centre crop / shorter side of the evaluation view
     progress: Progress = lambda what, done, total: None
+    # without a cache folder: features of the readable images, until they are asked for
+    _set_aside: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def features(self, source: ImageSource, *, view: EvaluationView, feature: str) -> LabelledFeatures:
-        """Features of all images of a source, in its order."""
+        """Features of all images of a source, in its order.
+
+        Raises UnreadableImages with all images that cannot be read; the features of the others are kept, so a call
+        with `error.without(source)` returns at once.
+        """
         wanted = self.chosen_feature(feature)
         key = self.cache_key(source, view, wanted)
+        self._raise_if_known(key, source)
         all_rows = torch.empty(0, 0)
+        unreadable: dict[int, str] = {}
         for begin in range(0, len(source), _PART_SIZE):
             indices = torch.arange(begin, min(begin + _PART_SIZE, len(source)))
             rows = self._kept(key, begin, num_rows=len(indices))
             if rows is None:
-                rows = self._extract(source, indices, view, wanted)
+                rows, reasons = self._extract(source, indices, view, wanted)
                 require_finite(rows, name=source.name)
-                self._keep(key, begin, rows)
+                unreadable |= reasons
+                if not reasons:
+                    self._keep(key, begin, rows)
             if begin == 0:
                 # allocated once: concatenating parts would need twice the memory
                 all_rows = torch.empty(len(source), rows.shape[1])
             all_rows[begin : begin + len(rows)] = rows
+        if unreadable:
+            readable = torch.tensor([index not in unreadable for index in range(len(source))])
+            error = UnreadableImages(source, unreadable)
+            self._keep_readable(self.cache_key(error.without(source), view, wanted), all_rows[readable])
+            self._remember(key, unreadable)
+            raise error
         return LabelledFeatures(rows=all_rows, labels=labels_of_images(source), name=source.name)
 
     def centre_view(self, *, filter: Filter = "bicubic") -> CentreView:
@@ -126,12 +144,24 @@ class Extractor:
     def views(self, source: ImageSource, chunks: list[Tensor], *, view: EvaluationView) -> Iterator[ViewedBatch]:
         """Batches of images in the order of `chunks`, as the network sees them."""
         for batch in self.images(source, chunks):
-            groups = view.apply(batch.images, batch.indices)
-            normalised = [normalise(group, self.model.mean, self.model.std) for group in groups]
-            yield ViewedBatch(normalised, batch.indices)
+            yield ViewedBatch(self._seen(batch, view), batch.indices)
+
+    def _seen(self, batch: ImageBatch, view: EvaluationView) -> list[Tensor]:
+        groups = view.apply(batch.images, batch.indices)
+        return [normalise(group, self.model.mean, self.model.std) for group in groups]
 
     def images(self, source: ImageSource, chunks: list[Tensor]) -> Iterator[ImageBatch]:
-        """Batches of images as stored, on the device, read ahead; an unreadable image raises."""
+        """Batches of images as stored, on the device, read ahead; unreadable images raise UnreadableImages."""
+        unreadable: dict[int, str] = {}
+        for batch in self._images_or_others(source, chunks, unreadable):
+            if unreadable:
+                raise UnreadableImages(source, unreadable)
+            yield batch
+
+    def _images_or_others(
+        self, source: ImageSource, chunks: list[Tensor], unreadable: dict[int, str]
+    ) -> Iterator[ImageBatch]:
+        """The same, with another image in the place of an unreadable one, whose index and reason go to `unreadable`."""
         loader = Loader(
             source,
             # reading ahead asks beyond the last chunk
@@ -142,28 +172,36 @@ class Extractor:
             max_side=MAX_SIDE,
             device=self.device,
             batch_decoder=jpeg_decoder(self.settings.decoder, self.device),
-            on_skip=lambda message: _refuse(source, message),
+            on_skip=lambda message: None,
         )
         try:
             for number in range(len(chunks)):
-                yield loader.at(number).to(self.device)
+                batch = loader.at(number).to(self.device)
+                unreadable |= loader.unreadable
+                yield batch
         finally:
             loader.close()
 
-    # -> [len(indices), D]
-    def _extract(self, source: ImageSource, indices: Tensor, view: EvaluationView, feature: str) -> Tensor:
+    # -> [len(indices), D], {index of an unreadable image, whose row is to be dropped: reason}
+    def _extract(
+        self, source: ImageSource, indices: Tensor, view: EvaluationView, feature: str
+    ) -> tuple[Tensor, dict[int, str]]:
         share = -(-len(indices) // distributed.world_size())
         # equal shares: the last ranks may repeat the first images
         positions = (distributed.rank() * share + torch.arange(share)) % len(indices)
         chunks = list(torch.split(indices[positions], self.settings.batch_size))
         rows, num_done = [], 0
+        unreadable: dict[int, str] = {}
         with self.failing_together():
-            for batch in self.views(source, chunks, view=view):
-                rows.append(self.read(batch.groups, feature))
+            for batch in self._images_or_others(source, chunks, unreadable):
+                rows.append(self.read(self._seen(batch, view), feature))
                 num_done += len(batch.indices)
                 num_done_by_all = min(num_done * distributed.world_size(), len(indices))
                 self.progress(f"features of {source.name}", int(indices[0]) + num_done_by_all, len(source))
-        return distributed.gather_rows(torch.cat(rows))[: len(indices)].cpu()
+        is_unreadable = torch.tensor([[index in unreadable] for index in indices[positions].tolist()])
+        of_all = distributed.gather_rows(is_unreadable.to(self.device, torch.uint8))[: len(indices), 0].bool().cpu()
+        found = {index: unreadable.get(index, "unreadable") for index in indices[of_all].tolist()}
+        return distributed.gather_rows(torch.cat(rows))[: len(indices)].cpu(), found
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -204,7 +242,7 @@ class Extractor:
 
     def _kept(self, key: str, begin: int, *, num_rows: int) -> Tensor | None:
         if self.cache is None:
-            return None
+            return self._set_aside.pop(f"{key} {begin}", None)
         path = self._file(key, begin)
         # missing for one process: all compute it
         if distributed.largest_over_ranks(int(not path.is_file()), self.device):
@@ -224,6 +262,32 @@ class Extractor:
             if distributed.is_main():
                 _write_rows(self._file(key, begin), rows)
 
+    def _keep_readable(self, key: str, rows: Tensor) -> None:
+        """Keep the features of a source's readable images, in memory if there is no cache."""
+        for begin in range(0, len(rows), _PART_SIZE):
+            part = rows[begin : begin + _PART_SIZE]
+            if self.cache is None:
+                self._set_aside[f"{key} {begin}"] = part
+            else:
+                self._keep(key, begin, part)
+
+    def _remember(self, key: str, unreadable: dict[int, str]) -> None:
+        """Keep which images cannot be read, so that they are not tried again."""
+        if self.cache is not None:
+            with self.failing_together():
+                if distributed.is_main():
+                    (self.cache / key).mkdir(parents=True, exist_ok=True)
+                    write_atomically(self.cache / key / _UNREADABLE_FILE, json.dumps(unreadable))
+
+    def _raise_if_known(self, key: str, source: ImageSource) -> None:
+        if self.cache is None:
+            return
+        path = self.cache / key / _UNREADABLE_FILE
+        # missing for one process: all try again
+        if not distributed.largest_over_ranks(int(not path.is_file()), self.device):
+            reasons = json.loads(path.read_text(encoding="utf-8"))
+            raise UnreadableImages(source, {int(index): reason for index, reason in reasons.items()})
+
 
 def _read_rows(path: Path) -> Tensor:  # -> [n, D]
     try:
@@ -241,7 +305,3 @@ def _write_rows(path: Path, rows: Tensor) -> None:  # [n, D]
         raise EvaluationError(
             f"cannot write features to {path} ({error}); make room or choose another folder"
         ) from None
-
-
-def _refuse(source: ImageSource, message: str) -> None:
-    raise DataError(f"an image of {source.name} cannot be read: {message}; repair or remove it")

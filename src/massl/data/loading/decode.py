@@ -22,9 +22,9 @@ from torch import Tensor
 
 from massl.data.loading.jpeg_header import read_jpeg_header
 from massl.data.sources.base import EncodedImage, Pixels
+from massl.data.sources.formats import pillow_formats
 
 MAX_PIXELS: Final = 178_956_970  # Pillow's limit against decompression bombs: half a GiB of RGB
-FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # not EPS: Pillow would start Ghostscript
 
 _ORIENTATION_TAG: Final = 0x0112
 _TURN_UPRIGHT: Final = {
@@ -137,13 +137,13 @@ def _decode_with_pillow(data: bytes | Pixels, max_side: int, turn_upright: bool 
     except (UnreadableImage, MemoryError):
         raise
     except UnidentifiedImageError:
-        raise UnreadableImage(f"no image in a known format ({' '.join(FORMATS)})") from None
+        raise UnreadableImage(f"no image in a known format ({' '.join(pillow_formats())})") from None
     except Exception as error:  # for damaged files Pillow raises OSError, SyntaxError, struct.error, KeyError ...
         raise UnreadableImage(f"{type(error).__name__}: {error}") from None
 
 
 def _open(data: bytes, max_side: int, turn_upright: bool) -> Image.Image:
-    with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+    with Image.open(io.BytesIO(data), formats=pillow_formats()) as picture:
         width, height = picture.size  # from the header: nothing is decoded yet
         if width * height > MAX_PIXELS:
             raise UnreadableImage(f"{width} x {height} pixels are more than the {MAX_PIXELS:,} allowed")

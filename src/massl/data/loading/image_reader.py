@@ -132,9 +132,8 @@ class ReadabilityRecord:
         self._source = source
         self._on_skip = on_skip
         self._tried = bytearray(len(source))
-        self._unreadable = bytearray(len(source))
+        self.unreadable: dict[int, str] = {}  # index -> reason
         self._num_tried = 0
-        self._num_unreadable = 0
         self._examples: list[str] = []
 
     def add(self, tried: Tried) -> None:
@@ -142,19 +141,18 @@ class ReadabilityRecord:
         for index, reason in tried.items():
             self._num_tried += not self._tried[index]
             self._tried[index] = True
-            if reason is not None and not self._unreadable[index]:
-                self._unreadable[index] = True
+            if reason is not None and index not in self.unreadable:
+                self.unreadable[index] = reason
                 messages.append(f"{self._source.key_of(index)}: {reason}")
-        self._num_unreadable += len(messages)
         self._examples += messages[: 3 - len(self._examples)]
         can_judge = self._num_tried >= min(_MIN_TRIED_TO_JUDGE, len(self._source))
-        if can_judge and self._num_unreadable > _MAX_UNREADABLE_SHARE * self._num_tried:
+        if can_judge and len(self.unreadable) > _MAX_UNREADABLE_SHARE * self._num_tried:
             raise self.error()  # before reporting each: there may be thousands
         for message in messages:
             self._on_skip(message)
 
     def error(self) -> DataError:
         return DataError(
-            f"{self._num_unreadable} of {self._num_tried} images tried in {self._source.name} cannot be read, more "
+            f"{len(self.unreadable)} of {self._num_tried} images tried in {self._source.name} cannot be read, more "
             f"than {_MAX_UNREADABLE_SHARE:.0%}; repair or remove them. For example {'; '.join(self._examples)}"
         )

@@ -5,7 +5,7 @@ lock limits them to about 8 busy cores; with more cores, processes decode photog
 the step alone: the kind and number of workers, the cache and a restart do not change it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -174,6 +174,11 @@ class Loader:
         done = map(read_chunk, chunks) if self._threads is None else self._threads.map(read_chunk, chunks)
         results = [result for chunk_results in done for result in chunk_results]
         return results if self._batch_decoder is None else self._reader.decode_files(indices, results)
+
+    @property
+    def unreadable(self) -> Mapping[int, str]:
+        """Index -> reason, of the images found unreadable in the batches so far."""
+        return self._record.unreadable
 
     def image_keys(self, indices: Tensor) -> list[str]:
         return [self._source.key_of(index) for index in indices.tolist()]

@@ -1,6 +1,7 @@
 """Sources of images, one file per storage; `open_source` picks one by URI."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -8,11 +9,11 @@ from massl.config import closest
 from massl.data.sources.array import open_npz
 from massl.data.sources.base import DataError, EncodedImage, ImageSource
 from massl.data.sources.demo import open_demo
-from massl.data.sources.folder import FolderSource, open_folder
-from massl.data.sources.joined import open_joined
+from massl.data.sources.folder import FolderSource, OnListing, open_folder
+from massl.data.sources.joined import JoinedSource, open_joined
 from massl.data.sources.torchvision_set import open_torchvision
 
-__all__ = ["DataError", "EncodedImage", "ImageSource", "open_source"]
+__all__ = ["DataError", "EncodedImage", "ImageSource", "label_doubt", "open_source", "remarks_of"]
 
 
 class Opener(Protocol):
@@ -21,34 +22,51 @@ class Opener(Protocol):
         ...
 
 
-def _open_parts(location: str, *, name: str) -> ImageSource:
-    return open_joined(location, name=name, open_part=open_source)
+def _openers(on_listing: OnListing) -> dict[str, Opener]:
+    return {
+        "folder": partial(open_folder, on_listing=on_listing),
+        "demo": open_demo,
+        "torchvision": open_torchvision,
+        "joined": partial(open_joined, open_part=partial(open_source, on_listing=on_listing)),
+    }
 
 
-_OPENERS: dict[str, Opener] = {
-    "folder": open_folder,
-    "demo": open_demo,
-    "torchvision": open_torchvision,
-    "joined": _open_parts,
-}
+def open_source(uri: str | Path, *, on_listing: OnListing = lambda num_files: None) -> ImageSource:
+    """Open `scheme:location`, or a plain path: a folder, or an archive when it ends in .npz.
 
-
-def open_source(uri: str | Path) -> ImageSource:
-    """Open `scheme:location`, or a plain path: a folder, or an archive when it ends in .npz."""
+    `on_listing` is called now and then with the number of files seen, while a folder is listed.
+    """
     scheme = re.match(r"([A-Za-z][\w+-]*):", uri) if isinstance(uri, str) else None
     if scheme is None:
-        return _open_path(uri)
-    opener = _OPENERS.get(scheme[1])
+        return _open_path(uri, on_listing)
+    openers = _openers(on_listing)
+    opener = openers.get(scheme[1])
     if opener is None:
-        schemes = ", ".join(f"{known}:" for known in _OPENERS)
-        problem = f"{uri}: unknown scheme {scheme[1]!r}.{closest(scheme[1], _OPENERS)}"
+        schemes = ", ".join(f"{known}:" for known in openers)
+        problem = f"{uri}: unknown scheme {scheme[1]!r}.{closest(scheme[1], openers)}"
         raise DataError(f"{problem} Use {schemes} or a path (./{uri} if it is one)")
     return opener(str(uri)[scheme.end() :], name=str(uri))
 
 
-def _open_path(path: str | Path) -> ImageSource:
+def _open_path(path: str | Path, on_listing: OnListing) -> ImageSource:
     name = str(path)
     if not name:
         raise DataError("no images; set --data.source to a folder, a .npz archive, demo:train or torchvision:NAME")
     expanded = Path(path).expanduser()
-    return open_npz(expanded, name=name) if expanded.suffix == ".npz" else FolderSource(expanded, name=name)
+    if expanded.suffix == ".npz":
+        return open_npz(expanded, name=name)
+    return FolderSource(expanded, name=name, on_listing=on_listing)
+
+
+def remarks_of(source: ImageSource) -> list[str]:
+    """What a folder's listing found, for the user: classes, and files in formats that cannot be read."""
+    if isinstance(source, JoinedSource):
+        return [remark for part in source.parts for remark in remarks_of(part)]
+    return [f"{source.name}: {remark}" for remark in source.remarks] if isinstance(source, FolderSource) else []
+
+
+def label_doubt(source: ImageSource) -> str:
+    """Why classes that nobody chose are probably none; "" if nothing speaks against them."""
+    if isinstance(source, JoinedSource):
+        return next(filter(None, map(label_doubt, source.parts)), "")
+    return source.label_doubt if isinstance(source, FolderSource) else ""

@@ -4,29 +4,41 @@ import hashlib
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from massl.config import closest
-from massl.data.sources.base import DataError, EncodedImage, Orientation, known_orientation, split_query
-from massl.data.sources.file_stamps import digest_of_files
+from massl.data.sources.base import Contents, DataError, EncodedImage, Orientation, known_orientation, split_query
+from massl.data.sources.file_stamps import digest_of_files, sizes_of_files
+from massl.data.sources.folder_labels import LabelRule, find_labels
+from massl.data.sources.formats import describe_ignored, ignored_kind, readable_suffixes
 
-_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+_FILES_PER_REPORT = 1000
 
-LabelRule = Literal["auto", "none", "folders"]
+OnListing = Callable[[int], None]  # called with the number of files seen so far while a folder is listed
 
 
 class FolderSource:
     """The images below `root`, sorted by folder and name.
 
-    With `labels="auto"`, the folders directly below `root` are classes if all images are inside two or more of them.
+    `remarks` says which classes were found and which image files cannot be read. `label_doubt` says why the classes,
+    if nobody chose them, are probably none; "" if nothing speaks against them.
     """
 
     pixels = None
 
-    def __init__(self, root: Path, *, name: str, labels: LabelRule = "auto", orientation: Orientation = "exif") -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        name: str,
+        labels: LabelRule = "auto",
+        orientation: Orientation = "exif",
+        on_listing: OnListing = lambda num_files: None,
+    ) -> None:
         if not root.is_dir():
             problem = "is a file, not a folder" if root.exists() else "does not exist"
             raise DataError(f"{root} {problem}; expected a folder of images")
@@ -38,29 +50,29 @@ class FolderSource:
         self._file_name_ends = array("q")
         self._folders: list[str] = []
         self._folder_ends = array("q")  # position after the last image of each folder
-        for folder, file_names in _folders_with_images(root, "", ancestors=()):
+        lister = _Lister(on_listing)
+        for folder, file_names in lister.folders_with_images(root, "", ancestors=()):
             for file_name in file_names:
                 self._file_names += os.fsencode(file_name)
                 self._file_name_ends.append(len(self._file_names))
             self._folders.append(folder)
             self._folder_ends.append(len(self._file_name_ends))
+        ignored = describe_ignored(lister.num_ignored)
         if not self._folders:
-            raise DataError(f"{root} holds no images; expected {' '.join(_IMAGE_SUFFIXES)} or class folders of them")
-        self.class_names, self._folder_labels = self._find_classes(labels)
-        # not classes here, but other parts of the set may have images of them: for messages about class names
-        self.empty_class_folders = () if self.class_names is None else _other_folders(root, self.class_names)
-
-    def _find_classes(self, labels: LabelRule) -> tuple[tuple[str, ...] | None, list[int]]:
-        top_folders = [folder.partition("/")[0] for folder in self._folders]
-        class_names = tuple(dict.fromkeys(top_folders))
-        images_in_root = "" in class_names
-        if labels == "folders" and images_in_root:
-            problem = f"{self._root}: labels=folders needs every image inside a class folder"
+            found = f"; {'; '.join(ignored)}" if ignored else ""
+            suffixes = " ".join(readable_suffixes())
+            raise DataError(f"{root} holds no images; expected {suffixes} or class folders of them{found}")
+        if labels == "folders" and self._folders[0] == "":
+            problem = f"{root}: labels=folders needs every image inside a class folder"
             raise DataError(f"{problem}, but {self.key_of(0)} is not")
-        if labels == "none" or images_in_root or (labels == "auto" and len(class_names) < 2):
-            return None, []
-        label_of_class = {class_name: label for label, class_name in enumerate(class_names)}
-        return class_names, [label_of_class[top_folder] for top_folder in top_folders]
+        num_images = [end - start for start, end in zip([0, *self._folder_ends], self._folder_ends, strict=False)]
+        found_labels = find_labels(self._folders, num_images, labels, path=str(root))
+        self.class_names, self._folder_labels = found_labels.class_names, list(found_labels.labels)
+        self.label_doubt = found_labels.doubt
+        self.remarks = (*found_labels.remarks, *ignored)
+        # not classes here, but other parts of the set may have images of them: for messages about class names
+        tops = {folder.partition("/")[0] for folder in self._folders}
+        self.empty_class_folders = () if self.class_names is None else _other_folders(root, tops)
 
     def __len__(self) -> int:
         return len(self._file_name_ends)
@@ -88,46 +100,89 @@ class FolderSource:
 
     @cached_property
     def _fingerprint(self) -> str:
-        labels = repr((self.class_names is None, self._folder_labels))  # per folder; the image keys name the folders
         files = digest_of_files(self._root, map(self.key_of, range(len(self))))
-        return hashlib.sha256(f"{self._orientation} {labels} {files}".encode()).hexdigest()
+        return hashlib.sha256(f"{self._reading} {files}".encode()).hexdigest()
+
+    def contents(self) -> Contents:
+        return Contents(self._reading, sizes_of_files(self._root, map(self.key_of, range(len(self)))))
+
+    @property
+    def _reading(self) -> str:
+        labels = repr((self.class_names is None, self._folder_labels))  # per folder; the image keys name the folders
+        return f"{self._orientation} {labels}"
 
 
-def _folders_with_images(
-    path: Path, relative: str, ancestors: tuple[tuple[int, int], ...]
-) -> Iterator[tuple[str, list[str]]]:
-    """(path relative to the root, sorted file names) of each folder with images, depth first; hidden ones skipped."""
-    file_names, folder_names = [], []
-    try:
-        status = path.stat()
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir():
-                    folder_names.append(entry.name)
-                elif entry.name.lower().endswith(_IMAGE_SUFFIXES) and entry.is_file():
-                    file_names.append(entry.name)
-    except OSError as error:
-        raise DataError(f"{path} cannot be listed: {error.strerror}") from None
-    identity = (status.st_dev, status.st_ino)
-    if identity in ancestors:  # a link to one of its own parent folders
-        return
-    if file_names:
-        yield relative, sorted(file_names)
-    for folder_name in sorted(folder_names):
-        below = f"{relative}/{folder_name}" if relative else folder_name
-        yield from _folders_with_images(path / folder_name, below, (*ancestors, identity))
+class _Lister:
+    """Lists folders and counts what it sees."""
+
+    def __init__(self, on_listing: OnListing) -> None:
+        self.num_ignored: Counter[str] = Counter()  # image files that cannot be read, by suffix
+        self._num_files = 0
+        self._on_listing = on_listing
+
+    def folders_with_images(
+        self, path: Path, relative: str, ancestors: tuple[tuple[int, int], ...]
+    ) -> Iterator[tuple[str, list[str]]]:
+        """(path relative to the root, sorted file names) of each folder with images, depth first.
+
+        Hidden files and folders are skipped.
+        """
+        file_names, folder_names = [], []
+        suffixes = readable_suffixes()
+        try:
+            status = path.stat()
+            identity = (status.st_dev, status.st_ino)
+            if identity in ancestors:  # a link to one of its own parent folders
+                return
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
+                    if _is_folder(entry):
+                        folder_names.append(entry.name)
+                        continue
+                    self._count()
+                    if entry.name.lower().endswith(suffixes):
+                        if _is_file(entry):
+                            file_names.append(entry.name)
+                    elif (suffix := ignored_kind(entry.name)) is not None:
+                        self.num_ignored[suffix] += 1
+        except OSError as error:
+            raise DataError(f"{path} cannot be listed: {error.strerror}") from None
+        if file_names:
+            yield relative, sorted(file_names)
+        for folder_name in sorted(folder_names):
+            below = f"{relative}/{folder_name}" if relative else folder_name
+            yield from self.folders_with_images(path / folder_name, below, (*ancestors, identity))
+
+    def _count(self) -> None:
+        self._num_files += 1
+        if self._num_files % _FILES_PER_REPORT == 0:
+            self._on_listing(self._num_files)
 
 
-def _other_folders(root: Path, class_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Visible folders directly below the root that are not classes, sorted."""
+def _other_folders(root: Path, with_images: set[str]) -> tuple[str, ...]:
+    """Visible folders directly below the root that hold no images, sorted."""
     with os.scandir(root) as entries:
-        folders = {entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()}
-    return tuple(sorted(folders - set(class_names)))
+        folders = {entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry)}
+    return tuple(sorted(folders - with_images))
 
 
-def open_folder(location: str, *, name: str) -> FolderSource:
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError:
+        return False
+
+
+def open_folder(location: str, *, name: str, on_listing: OnListing = lambda num_files: None) -> FolderSource:
     """`folder:PATH?labels=none|folders&orientation=exif|stored`; defaults: by the layout, and exif."""
     path, parameters = split_query(location)
     known = ("labels", "orientation")
@@ -140,5 +195,7 @@ def open_folder(location: str, *, name: str) -> FolderSource:
     orientation = known_orientation(parameters.get("orientation", "exif"), name=name)
     for rule in get_args(LabelRule):
         if labels == rule:
-            return FolderSource(Path(path).expanduser(), name=name, labels=rule, orientation=orientation)
+            return FolderSource(
+                Path(path).expanduser(), name=name, labels=rule, orientation=orientation, on_listing=on_listing
+            )
     raise DataError(f"{name}: labels={labels} is unknown; use labels=none, labels=folders or leave it out")

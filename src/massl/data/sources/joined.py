@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from massl.data.sources.base import DataError, EncodedImage, ImageSource, Pixels
+from massl.data.sources.base import Contents, DataError, EncodedImage, ImageSource, Pixels
 
 
 class JoinedSource:
@@ -23,13 +23,13 @@ class JoinedSource:
                 raise DataError(f"{names} have different classes; only sources with equal ones can be joined")
         self.name = name
         self.class_names = parts[0].class_names
-        self._parts = tuple(parts)
+        self.parts = tuple(parts)
         self._ends = list(accumulate(len(part) for part in parts))
 
     @cached_property
     def pixels(self) -> Pixels | None:
-        arrays = [part.pixels for part in self._parts if part.pixels is not None]
-        if len(arrays) < len(self._parts) or len({array.shape[1:] for array in arrays}) > 1:
+        arrays = [part.pixels for part in self.parts if part.pixels is not None]
+        if len(arrays) < len(self.parts) or len({array.shape[1:] for array in arrays}) > 1:
             return None
         return np.concatenate(arrays)
 
@@ -38,7 +38,7 @@ class JoinedSource:
 
     def _find(self, index: int) -> tuple[ImageSource, int]:
         number = bisect_right(self._ends, index)
-        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+        return self.parts[number], index - (self._ends[number - 1] if number else 0)
 
     def read(self, index: int) -> EncodedImage:
         part, place = self._find(index)
@@ -53,7 +53,11 @@ class JoinedSource:
         return part.key_of(place)
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(" ".join(part.fingerprint() for part in self._parts).encode()).hexdigest()
+        return hashlib.sha256(" ".join(part.fingerprint() for part in self.parts).encode()).hexdigest()
+
+    def contents(self) -> Contents:
+        parts = [part.contents() for part in self.parts]
+        return Contents(f"{self._ends} {[part.reading for part in parts]}", b"".join(part.files for part in parts))
 
 
 def open_joined(location: str, *, name: str, open_part: Callable[[str], ImageSource]) -> JoinedSource:

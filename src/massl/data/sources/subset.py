@@ -1,13 +1,14 @@
-"""A subset of another source."""
+"""A subset of another source; the images left when some cannot be read."""
 
 import hashlib
 from array import array
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from massl.data.sources.base import DataError, EncodedImage, ImageSource, Pixels
+from massl.data.sources.base import Contents, DataError, EncodedImage, ImageSource, Pixels
 
 
 class SubsetSource:
@@ -53,3 +54,41 @@ class SubsetSource:
         digest = hashlib.sha256(self._source.fingerprint().encode())
         digest.update(self._indices)
         return digest.hexdigest()
+
+    def contents(self) -> Contents:
+        whole = self._source.contents()
+        return Contents(f"{hashlib.sha256(self._indices).hexdigest()} {whole.reading}", whole.files)
+
+    def in_whole(self, indices: Iterable[int]) -> tuple[ImageSource, list[int]]:
+        """The source that this is a subset of, and the indices there."""
+        return self._source, [self._indices[index] for index in indices]
+
+
+class UnreadableImages(DataError):
+    """Some images of a source cannot be read; `without` gives the others."""
+
+    def __init__(self, source: ImageSource, reasons: Mapping[int, str]) -> None:  # index -> reason
+        self.source = source
+        self.messages = [f"{source.key_of(index)}: {reason}" for index, reason in sorted(reasons.items())]
+        self._base, unreadable = _in_base(source, sorted(reasons))
+        self._unreadable = set(unreadable)
+        more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""
+        super().__init__(f"an image of {source.name} cannot be read: {self.messages[0]}{more}; repair or remove it")
+
+    def without(self, source: ImageSource) -> ImageSource:
+        """The images of a source that are not known to be unreadable; the source itself if it has no such image."""
+        base, numbers = _in_base(source, range(len(source)))
+        if base is not self._base:
+            return source
+        readable = [index for index, number in enumerate(numbers) if number not in self._unreadable]
+        return (
+            source if len(readable) == len(source) else SubsetSource(source, torch.tensor(readable), name=source.name)
+        )
+
+
+def _in_base(source: ImageSource, indices: Iterable[int]) -> tuple[ImageSource, list[int]]:
+    """The source behind subsets of subsets, and the indices there."""
+    numbers = list(indices)
+    while isinstance(source, SubsetSource):
+        source, numbers = source.in_whole(numbers)
+    return source, numbers
