@@ -218,7 +218,9 @@ class Extractor:
         lines = distributed.gather_rows(torch.tensor([list(text)], dtype=torch.uint8, device=self.device)).tolist()
         messages = [bytes(line).rstrip(b"\0").decode(errors="replace") for line in lines]
         if any(messages):
-            raise failure or EvaluationError(next(filter(None, messages)))
+            if failure is None or isinstance(failure, UnreadableImages):  # which this process alone would leave out
+                raise EvaluationError(next(filter(None, messages)))
+            raise failure
 
     # ---- cache -------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from massl.data.loading.gpu_decode import JpegDecoder, decode_or_none, suits_gpu
 from massl.data.sources.base import DataError, ImageSource
 
 _UNLABELLED = -1
-_MAX_UNREADABLE_SHARE = 0.05
+MAX_UNREADABLE_SHARE = 0.05
 _MIN_TRIED_TO_JUDGE = 100
 _MAX_TRIES = 16  # the image and its replacements: at the largest allowed share all of them fail once in 10**20 times
 
@@ -146,7 +146,7 @@ class ReadabilityRecord:
                 messages.append(f"{self._source.key_of(index)}: {reason}")
         self._examples += messages[: 3 - len(self._examples)]
         can_judge = self._num_tried >= min(_MIN_TRIED_TO_JUDGE, len(self._source))
-        if can_judge and len(self.unreadable) > _MAX_UNREADABLE_SHARE * self._num_tried:
+        if can_judge and len(self.unreadable) > MAX_UNREADABLE_SHARE * self._num_tried:
             raise self.error()  # before reporting each: there may be thousands
         for message in messages:
             self._on_skip(message)
@@ -154,5 +154,5 @@ class ReadabilityRecord:
     def error(self) -> DataError:
         return DataError(
             f"{len(self.unreadable)} of {self._num_tried} images tried in {self._source.name} cannot be read, more "
-            f"than {_MAX_UNREADABLE_SHARE:.0%}; repair or remove them. For example {'; '.join(self._examples)}"
+            f"than {MAX_UNREADABLE_SHARE:.0%}; repair or remove them. For example {'; '.join(self._examples)}"
         )

@@ -10,8 +10,8 @@ from typing import Final, Literal
 LabelRule = Literal["auto", "none", "folders"]
 
 _SPLIT_NAMES: Final = frozenset(
-    "train training trainset val valid validation dev test testing testset eval evaluation holdout "
-    "unlabeled unlabelled".split()
+    ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval", "holdout")
+    + ("unlabeled", "unlabelled")
 )
 _ONLY_NUMBERS: Final = re.compile(r"\d+([-_. ]\d+)*")  # 2019, 07, 2019-07-31
 _NUM_SHOWN: Final = 5

@@ -1,0 +1,97 @@
+"""Opening images for a command: long listings show progress, what was found is said, unreadable images are left out."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.status import Status
+
+from massl.commands.console import message_console, print_line
+from massl.data.loading.image_reader import MAX_UNREADABLE_SHARE
+from massl.data.sources import ImageSource, open_source, remarks_of
+from massl.data.sources.base import DataError
+from massl.data.sources.subset import UnreadableImages
+
+_SECONDS_ON_TERMINAL = 1.0
+_SECONDS_ELSEWHERE = 10.0
+
+Result = TypeVar("Result")
+
+
+def open_images(uri: str | Path) -> ImageSource:
+    """The images, after printing which classes were found and which files were ignored."""
+    # by the environment: the processes may not be connected yet
+    console = message_console(quiet=os.environ.get("RANK", "0") != "0")
+    with _listing_on(console) as show:
+        source = open_source(uri, on_listing=show)
+    for remark in remarks_of(source):
+        print_line(console, remark)
+    return source
+
+
+@contextmanager
+def _listing_on(console: Console) -> Iterator[Callable[[int], None]]:
+    """The number of files seen: every second on a terminal, elsewhere a line every 10 s."""
+    pause = _SECONDS_ON_TERMINAL if console.is_terminal else _SECONDS_ELSEWHERE
+    last_shown = time.monotonic()
+    status: Status | None = None
+    with ExitStack() as shown:
+
+        def show(num_files: int) -> None:
+            nonlocal last_shown, status
+            if time.monotonic() - last_shown < pause:
+                return
+            last_shown = time.monotonic()
+            text = f"reading folder: {num_files:,} files"
+            if not console.is_terminal:
+                print_line(console, text)
+            elif status is None:
+                status = shown.enter_context(console.status(text))
+            else:
+                status.update(text)
+
+        yield show
+
+
+class UnreadableLeftOut:
+    """Repeats work without the images that turn out to be unreadable, and names each of these once."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._named: set[str] = set()
+
+    def run(self, work: Callable[..., Result], *sources: ImageSource | None) -> Result:
+        """work(*sources), on the readable images of each source; too many unreadable ones raise DataError."""
+        left = list(sources)
+        while True:
+            try:
+                return work(*left)
+            except UnreadableImages as error:
+                rest = [None if source is None else error.without(source) for source in left]
+                if all(now is before for now, before in zip(rest, left, strict=True)):
+                    raise
+                for source, readable in zip(sources, rest, strict=True):
+                    if source is not None and readable is not None:
+                        _require_few(source, len(source) - len(readable), error)
+                self._name(error.messages)
+                left = rest
+
+    def _name(self, messages: list[str]) -> None:
+        new = [message for message in messages if message not in self._named]
+        self._named.update(new)
+        for message in new:
+            print_line(self._console, f"warning: skipped an unreadable image: {message}", style="yellow")
+        if new:
+            print_line(self._console, f"skipped {len(self._named):,} unreadable images in all", style="yellow")
+
+
+def _require_few(source: ImageSource, num_unreadable: int, error: UnreadableImages) -> None:
+    if num_unreadable > MAX_UNREADABLE_SHARE * len(source):
+        raise DataError(
+            f"{num_unreadable} of {len(source)} images of {source.name} cannot be read, more than "
+            f"{MAX_UNREADABLE_SHARE:.0%}; repair or remove them. For example {'; '.join(error.messages[:3])}"
+        )
