@@ -36,7 +36,8 @@ from massl.training.environment import describe_environment
 from massl.training.optimizers import OptimizerSettings
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
-from massl.training.trainer import Trainer, TrainerSettings
+from massl.training.settings import TrainerSettings
+from massl.training.trainer import Trainer
 
 METHOD_NAMES = tuple(METHODS)
 KERNELS = ("fused", "compiled", "plain")  # trainer.kernels
@@ -118,7 +119,7 @@ class Training:
 
     def views_of(self, images: ImageBatch, number: int) -> ViewBatch:
         """The views that `on_images` would train on."""
-        return self._trainer._views(images, self._schedules.at(number))
+        return self._trainer._make_views(images, epoch=self._schedules.at(number).epoch)
 
 
 def _method_settings(spec: StepSpec) -> MethodSettings:

@@ -1,11 +1,11 @@
-"""Detects a loss that is not finite without making the GPU wait for the host."""
+"""Detects losses and weights that are not finite; losses without making the GPU wait for the host."""
 
 import collections
 import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from massl.config import MasslError
 
@@ -50,6 +50,14 @@ class LossWatch:
         """Check everything pushed so far; returns the newest loss."""
         self._check(keep=0)
         return self.last_loss
+
+    def check_weights(self, method: nn.Module, *, done: int) -> None:
+        """Infinite gradients under a finite loss break the weights one step before the loss shows it."""
+        norms = torch._foreach_norm([parameter for parameter in method.parameters() if parameter.requires_grad])
+        if not bool(torch.stack(norms).isfinite().all()):
+            raise NonFiniteLoss(
+                f"the weights after step {done - 1} are not finite", step=done - 1, indices=self.last_indices
+            )
 
     def _check(self, *, keep: int) -> None:
         while len(self._pending) > keep:

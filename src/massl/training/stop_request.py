@@ -1,17 +1,20 @@
-"""Ctrl-C and SIGTERM make the training loop finish its step, save and exit; a second signal kills it at once."""
+"""Ctrl-C and SIGTERM make the training loop stop soon, save and exit; a second signal kills it at once."""
 
+import os
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 
 class StopRequest:
-    """While active, stores the first signal instead of exiting."""
+    """While active, stores the first signal instead of exiting, and acknowledges it at once."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self) -> None:
+    def __init__(self, acknowledge: Callable[[], None]) -> None:
         self.received: signal.Signals | None = None
+        self._acknowledge = acknowledge
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -29,6 +32,10 @@ class StopRequest:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number)
         self._restore()
+        try:
+            self._acknowledge()
+        except RuntimeError:  # Python refuses to print while the main thread is inside a write to the same stream
+            os.write(2, b"stopping\n")
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

@@ -2,16 +2,14 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
-from pydantic import Field
 
 from massl import distributed
-from massl.config import MasslError, RecipeError, Settings
+from massl.config import MasslError, RecipeError
 from massl.data.loading.loader import ImageBatch, Loader
-from massl.data.views import ViewBatch, ViewSettings, make_views
+from massl.data.views import ViewBatch, ViewSettings
 from massl.methods.base import Method, StepHyper, StepOutput, combine
 from massl.training.checkpoint import CheckpointStore
 from massl.training.execution import choose_execution
@@ -23,8 +21,10 @@ from massl.training.probes import NonFiniteFeatures, Probe, warnings_of
 from massl.training.progress import ProgressDisplay
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
+from massl.training.settings import TrainerSettings
 from massl.training.step import TrainingStep
 from massl.training.stop_request import StopRequest
+from massl.training.view_maker import ViewMaker
 from massl.weights.io import BACKBONE_FILE, backbone_bytes
 
 
@@ -32,30 +32,8 @@ class TrainingStopped(MasslError, RuntimeError):
     """Training cannot continue; the message says what was saved and what to try."""
 
 
-class TrainerSettings(Settings):
-    seed: int = Field(default=0, ge=0, description="seed of all random choices")
-    epochs: int = Field(default=100, gt=0, description="length of the schedules, in passes over the data")
-    max_steps: int | None = Field(default=None, gt=0, description="stop after this many steps; schedules do not change")
-    batch_size: int = Field(default=1024, gt=0, description="images per step, over all processes")
-    accumulation_steps: int = Field(default=1, gt=0, description="parts a batch is split into to save memory")
-    precision: Literal["fp32", "bf16"] = Field(default="bf16", description="of the networks; weights stay float32")
-    activation_checkpointing: bool = Field(default=False, description="save memory by recomputing activations")
-    kernels: Literal["fused", "compiled", "plain"] = Field(
-        default="fused",
-        description="fused: hand-written kernels for plain ViTs in bf16 on a GPU, else plain; compiled: torch.compile, "
-        "which needs a compiler and a minute at the start and suits ResNets on a GPU; plain: timm's code",
-    )
-    residual: Literal["bf16", "fp32"] = Field(
-        default="bf16", description="residual stream in fused kernels; fp32, as under autocast, costs time and memory"
-    )
-    cuda_graph: bool = Field(
-        default=True, description="record the step once and replay it, faster than Python; one process on a GPU only"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if available")
-    log_every_steps: int = Field(default=50, gt=0, description="steps between rows of metrics.jsonl")
-    checkpoint_every_steps: int = Field(default=1000, gt=0, description="steps between checkpoints")
-    keep_checkpoints: int = Field(default=2, gt=0, description="how many of the newest checkpoints to keep")
-    milestone_every_epochs: int = Field(default=0, ge=0, description="also keep every n-th epoch's checkpoint; 0: none")
+class _StepAbandoned(Exception):
+    """A signal arrived between the parts of a step; nothing of the step may remain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,24 +86,29 @@ class Trainer:
             device=device,
         )
         self.step = GraphedStep(step) if self.execution.cuda_graph else step
-        self._view_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._make_views = ViewMaker(views, seed=settings.seed, bf16=settings.precision == "bf16", device=device)
         self.store = CheckpointStore(folder.checkpoints, settings.keep_checkpoints)
         self.watch = LossWatch(device)
         self.end_step = min(settings.max_steps or schedules.num_steps, schedules.num_steps)
+        self.display = ProgressDisplay(
+            num_steps=self.end_step,
+            batch_size=settings.batch_size,
+            visible=distributed.is_main(),
+            probe_every_steps=self._probe_steps,
+        )
+        self.stop = StopRequest(self._acknowledge)
 
     def fit(self) -> FitResult:
         """Train from the newest checkpoint, or from the start, to the end of the run or a signal."""
-        batch_size, visible = self.settings.batch_size, distributed.is_main()
-        display = ProgressDisplay(num_steps=self.end_step, batch_size=batch_size, visible=visible)
-        start_step = self._resume(display)
+        start_step = self._resume()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # an earlier run of this process may have used more
         if start_step is not None and start_step >= self.end_step:
             return FitResult(step=start_step, finished=True, signal_number=None)
         log = MetricsLog(self.folder.path, resume_step=start_step) if distributed.is_main() else None
         try:
-            with StopRequest() as stop, display:
-                return self._loop(start_step, display, log, stop)
+            with self.stop, self.display:
+                return self._loop(start_step, log)
         except NonFiniteLoss as error:
             raise self._explain(error) from error
         finally:
@@ -133,26 +116,34 @@ class Trainer:
                 log.close()
             self.loader.close()
 
-    def _loop(
-        self, start_step: int | None, display: ProgressDisplay, log: MetricsLog | None, stop: StopRequest
-    ) -> FitResult:
+    def _loop(self, start_step: int | None, log: MetricsLog | None) -> FitResult:
         if start_step is None:
-            self._log_start(display, log)
+            try:
+                self._log_start(log)
+            except _StepAbandoned:  # nothing is done yet: the next start begins anew
+                return FitResult(step=0, finished=False, signal_number=self.stop.received)
             start_step = 0
+        self.display.start(start_step)
         clock, logged_step = time.perf_counter(), start_step
         for step in range(start_step, self.end_step):
             hyper = self.schedules.at(step)
-            output = self._update(self.loader.at(step), hyper)
+            try:
+                output = self._update(self.loader.at(step), hyper)
+            except _StepAbandoned:
+                if step not in self.store.steps():
+                    self._save(step)
+                return FitResult(step=step, finished=False, signal_number=self.stop.received)
             done = step + 1
+            self.display.advance(done, loss=self.watch.last_loss)
             should_probe, should_save = self._is_probe_step(done), self._is_checkpoint_step(done)
             should_log = should_probe or done % self.settings.log_every_steps == 0 or done == self.end_step
             # Several ranks agree on stopping only where they synchronise anyway; one process can stop at every step.
             signal_number = 0
             if distributed.world_size() == 1 or should_log:
-                signal_number = distributed.largest_over_ranks(stop.received or 0, self.device)
+                signal_number = distributed.largest_over_ranks(self.stop.received or 0, self.device)
             if should_log:
                 seconds, num_images = time.perf_counter() - clock, (done - logged_step) * self.settings.batch_size
-                self._log(display, log, output, hyper, done, images_per_second=num_images / seconds, probe=should_probe)
+                self._log(log, output, hyper, done, images_per_second=num_images / seconds, probe=should_probe)
                 clock, logged_step = time.perf_counter(), done
             if should_save or signal_number or done == self.end_step:
                 self._save(done)
@@ -160,39 +151,50 @@ class Trainer:
                 return FitResult(step=done, finished=done == self.end_step, signal_number=signal_number)
         return FitResult(step=self.end_step, finished=True, signal_number=None)
 
+    def _acknowledge(self) -> None:
+        """Answer a signal; called by its handler, between two instructions of the loop."""
+        if distributed.world_size() > 1:
+            when = f"at the next multiple of {self.settings.log_every_steps} steps, where all processes agree"
+        else:
+            in_parts = self.device.type == "cpu" and self.settings.accumulation_steps > 1
+            when = "after this part of the step" if in_parts else "after this step"
+        self.display.say(f"stopping {when}; press Ctrl-C again to stop now", style="yellow")
+
     def _update(self, images: ImageBatch, hyper: StepHyper) -> StepOutput:
-        output = self.step(self._view_parts(images, hyper), hyper, num_parts=self.settings.accumulation_steps)
+        num_parts = self.settings.accumulation_steps
+        # A forward pass changes the running averages of batch norm; those of an abandoned step are put back.
+        may_be_abandoned = num_parts > 1 and self.device.type == "cpu"
+        buffers = [(buffer, buffer.clone()) for buffer in self.method.buffers()] if may_be_abandoned else []
+        try:
+            output = self.step(self._view_parts(images, hyper), hyper, num_parts=num_parts)
+        except _StepAbandoned:
+            self.optimizer.zero_grad(set_to_none=True)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+            raise
         self.watch.push(int(hyper.step), output.loss, images.indices)
         return output
 
     def _view_parts(self, images: ImageBatch, hyper: StepHyper) -> Iterator[ViewBatch]:
         """The views of each part of the batch. A generator: only one part's views are in memory at a time."""
-        size = len(images.indices) // self.settings.accumulation_steps
-        return (self._views(images.slice(start, start + size), hyper) for start in range(0, len(images.indices), size))
-
-    def _views(self, images: ImageBatch, hyper: StepHyper) -> ViewBatch:
-        if self._view_stream is None:
-            return self._make_views(images, hyper)
-        # On a separate stream: the host is a step ahead, so the GPU makes these views while it trains on the last ones.
-        with torch.cuda.stream(self._view_stream):
-            views = self._make_views(images, hyper)
-        current = torch.cuda.current_stream(self.device)
-        current.wait_stream(self._view_stream)
-        for group in views.groups():
-            group.record_stream(current)
-        return views
-
-    def _make_views(self, images: ImageBatch, hyper: StepHyper) -> ViewBatch:
-        pixels, seed = images.to(self.device).images, self.settings.seed
-        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
-        views = make_views(pixels, images.indices, self.views, seed=seed, epoch=hyper.epoch, dtype=dtype)
-        return replace(views, labels=images.labels)
+        num_parts = self.settings.accumulation_steps
+        size = len(images.indices) // num_parts
+        for part in range(num_parts):
+            if self.device.type == "cpu":  # where a part can take minutes: show it, and stop here if asked
+                if self.stop.received and distributed.world_size() == 1:  # several ranks stop only where they agree
+                    raise _StepAbandoned
+                self.display.advance(int(hyper.step) + part / num_parts, loss=self.watch.last_loss)
+            yield self._make_views(images.slice(part * size, (part + 1) * size), epoch=hyper.epoch)
 
     def _is_probe_step(self, done: int) -> bool:
+        return self._probe_steps > 0 and (done % self._probe_steps == 0 or done == self.end_step)
+
+    @property
+    def _probe_steps(self) -> int:
+        """Steps between probes; 0: no probes."""
         if self.probe is None:
-            return False
-        interval = max(1, round(self.probe.settings.every_epochs * self.schedules.steps_per_epoch))
-        return done % interval == 0 or done == self.end_step
+            return 0
+        return max(1, round(self.probe.settings.every_epochs * self.schedules.steps_per_epoch))
 
     def _is_checkpoint_step(self, done: int) -> bool:
         is_milestone = self._milestone_steps > 0 and done % self._milestone_steps == 0
@@ -202,17 +204,18 @@ class Trainer:
     def _milestone_steps(self) -> int:
         return self.settings.milestone_every_epochs * self.schedules.steps_per_epoch
 
-    def _log_start(self, display: ProgressDisplay, log: MetricsLog | None) -> None:
+    def _log_start(self, log: MetricsLog | None) -> None:
         """Log step 0: the loss of the first batch and a probe, both before any training."""
-        hyper, images = self.schedules.at(0), self.loader.at(0)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            output = combine([self.step.forward(views, hyper) for views in self._view_parts(images, hyper)])
+        hyper = self.schedules.at(0)
+        with self.display.busy("first batch, before training"), torch.no_grad():
+            images = self.loader.at(0)
+            with torch.compiler.set_stance("force_eager"):
+                output = combine([self.step.forward(views, hyper) for views in self._view_parts(images, hyper)])
         self.watch.push(0, output.loss, images.indices)
-        self._log(display, log, output, hyper, 0, images_per_second=0.0, probe=True)
+        self._log(log, output, hyper, 0, images_per_second=0.0, probe=True)
 
     def _log(
         self,
-        display: ProgressDisplay,
         log: MetricsLog | None,
         output: StepOutput,
         hyper: StepHyper,
@@ -234,10 +237,10 @@ class Trainer:
             **{name: float(distributed.mean_over_ranks(value)) for name, value in output.metrics.items()},
         }
         if probe and self.probe is not None:
-            self._refuse_broken_weights(done)  # before the probe, which cannot score features that are not finite
+            self.watch.check_weights(self.method, done=done)  # before the probe, which needs finite features
             try:
                 # Not compiled: other shapes and float32 would take longer to compile than they save.
-                with torch.compiler.set_stance("force_eager"):
+                with self.display.busy("probing", is_probe=True), torch.compiler.set_stance("force_eager"):
                     row |= self.probe.measure(self.method, hyper)
             except NonFiniteFeatures:
                 step = max(0, done - 1)
@@ -246,12 +249,12 @@ class Trainer:
                 ) from None
             if done > self._settling_steps:
                 for warning in warnings_of(self.method, row):
-                    display.warn(warning)
+                    self.display.warn(warning)
                     if log is not None:
                         log.warn(done, warning)
         if log is not None:
             log.write(row)
-        display.advance(row)
+        self.display.log(row)
 
     def _peak_memory(self) -> dict[str, float]:
         if self.device.type != "cuda":
@@ -265,7 +268,7 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         self.watch.flush()
-        self._refuse_broken_weights(done)
+        self.watch.check_weights(self.method, done=done)
         if distributed.is_main():
             state = {
                 "step": done,
@@ -283,17 +286,9 @@ class Trainer:
             self.store.save(done, state, milestone_every=self._milestone_steps)
         distributed.barrier()
 
-    def _refuse_broken_weights(self, done: int) -> None:
-        """Infinite gradients under a finite loss break the weights one step before the loss shows it."""
-        norms = torch._foreach_norm([parameter for parameter in self.method.parameters() if parameter.requires_grad])
-        if not bool(torch.stack(norms).isfinite().all()):
-            raise NonFiniteLoss(
-                f"the weights after step {done - 1} are not finite", step=done - 1, indices=self.watch.last_indices
-            )
-
-    def _resume(self, display: ProgressDisplay) -> int | None:
+    def _resume(self) -> int | None:
         """Load the newest checkpoint; returns its step, or None for a new run."""
-        state = self.store.load_latest(display.warn)
+        state = self.store.load_latest(self.display.warn)
         if state is None:
             return None
         if differences := self.folder.differences_from(state["recipe"]):
@@ -305,7 +300,7 @@ class Trainer:
         self.optimizer.load_portable_state(state["optimizer"])
         step = int(state["step"])
         if step < self.end_step:
-            display.say(f"continuing at step {step} of {self.end_step}")
+            self.display.say(f"continuing at step {step} of {self.end_step}")
         return step
 
     def _explain(self, error: NonFiniteLoss) -> TrainingStopped:
