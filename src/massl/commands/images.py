@@ -22,12 +22,15 @@ _SECONDS_ELSEWHERE = 10.0
 Result = TypeVar("Result")
 
 
-def open_images(uri: str | Path) -> ImageSource:
-    """The images, after printing which classes were found and which files were ignored."""
+def open_images(uri: str | Path, *, as_before: bool = False) -> ImageSource:
+    """The images, after printing which classes were found and which files were ignored.
+
+    `as_before`: see `open_source`.
+    """
     # by the environment: the processes may not be connected yet
     console = message_console(quiet=os.environ.get("RANK", "0") != "0")
     with _listing_on(console) as show:
-        source = open_source(uri, on_listing=show)
+        source = open_source(uri, on_listing=show, as_before=as_before)
     for remark in remarks_of(source):
         print_line(console, remark)
     return source

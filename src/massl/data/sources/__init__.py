@@ -22,24 +22,27 @@ class Opener(Protocol):
         ...
 
 
-def _openers(on_listing: OnListing) -> dict[str, Opener]:
+def _openers(on_listing: OnListing, as_before: bool) -> dict[str, Opener]:
     return {
-        "folder": partial(open_folder, on_listing=on_listing),
+        "folder": partial(open_folder, on_listing=on_listing, as_before=as_before),
         "demo": open_demo,
         "torchvision": open_torchvision,
-        "joined": partial(open_joined, open_part=partial(open_source, on_listing=on_listing)),
+        "joined": partial(open_joined, open_part=partial(open_source, on_listing=on_listing, as_before=as_before)),
     }
 
 
-def open_source(uri: str | Path, *, on_listing: OnListing = lambda num_files: None) -> ImageSource:
+def open_source(
+    uri: str | Path, *, on_listing: OnListing = lambda num_files: None, as_before: bool = False
+) -> ImageSource:
     """Open `scheme:location`, or a plain path: a folder, or an archive when it ends in .npz.
 
-    `on_listing` is called now and then with the number of files seen, while a folder is listed.
+    `on_listing` is called now and then with the number of files seen, while a folder is listed. `as_before` finds the
+    files and classes of runs that began before massl read AVIF and HEIC and doubted classes.
     """
     scheme = re.match(r"([A-Za-z][\w+-]*):", uri) if isinstance(uri, str) else None
     if scheme is None:
-        return _open_path(uri, on_listing)
-    openers = _openers(on_listing)
+        return _open_path(uri, on_listing, as_before)
+    openers = _openers(on_listing, as_before)
     opener = openers.get(scheme[1])
     if opener is None:
         schemes = ", ".join(f"{known}:" for known in openers)
@@ -48,14 +51,14 @@ def open_source(uri: str | Path, *, on_listing: OnListing = lambda num_files: No
     return opener(str(uri)[scheme.end() :], name=str(uri))
 
 
-def _open_path(path: str | Path, on_listing: OnListing) -> ImageSource:
+def _open_path(path: str | Path, on_listing: OnListing, as_before: bool) -> ImageSource:
     name = str(path)
     if not name:
         raise DataError("no images; set --data.source to a folder, a .npz archive, demo:train or torchvision:NAME")
     expanded = Path(path).expanduser()
     if expanded.suffix == ".npz":
         return open_npz(expanded, name=name)
-    return FolderSource(expanded, name=name, on_listing=on_listing)
+    return FolderSource(expanded, name=name, on_listing=on_listing, as_before=as_before)
 
 
 def remarks_of(source: ImageSource) -> list[str]:

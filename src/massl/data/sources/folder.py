@@ -14,7 +14,7 @@ from massl.config import closest
 from massl.data.sources.base import Contents, DataError, EncodedImage, Orientation, known_orientation, split_query
 from massl.data.sources.file_stamps import digest_of_files, sizes_of_files
 from massl.data.sources.folder_labels import LabelRule, find_labels
-from massl.data.sources.formats import describe_ignored, ignored_kind, readable_suffixes
+from massl.data.sources.formats import COMMON_SUFFIXES, describe_ignored, ignored_kind, readable_suffixes
 
 _FILES_PER_REPORT = 1000
 
@@ -38,7 +38,9 @@ class FolderSource:
         labels: LabelRule = "auto",
         orientation: Orientation = "exif",
         on_listing: OnListing = lambda num_files: None,
+        as_before: bool = False,
     ) -> None:
+        """`as_before`: with the files and classes of massl before it read AVIF and HEIC and doubted classes."""
         if not root.is_dir():
             problem = "is a file, not a folder" if root.exists() else "does not exist"
             raise DataError(f"{root} {problem}; expected a folder of images")
@@ -50,7 +52,8 @@ class FolderSource:
         self._file_name_ends = array("q")
         self._folders: list[str] = []
         self._folder_ends = array("q")  # position after the last image of each folder
-        lister = _Lister(on_listing)
+        suffixes = COMMON_SUFFIXES if as_before else readable_suffixes()
+        lister = _Lister(suffixes, on_listing)
         for folder, file_names in lister.folders_with_images(root, "", ancestors=()):
             for file_name in file_names:
                 self._file_names += os.fsencode(file_name)
@@ -60,13 +63,12 @@ class FolderSource:
         ignored = describe_ignored(lister.num_ignored)
         if not self._folders:
             found = f"; {'; '.join(ignored)}" if ignored else ""
-            suffixes = " ".join(readable_suffixes())
-            raise DataError(f"{root} holds no images; expected {suffixes} or class folders of them{found}")
+            raise DataError(f"{root} holds no images; expected {' '.join(suffixes)} or class folders of them{found}")
         if labels == "folders" and self._folders[0] == "":
             problem = f"{root}: labels=folders needs every image inside a class folder"
             raise DataError(f"{problem}, but {self.key_of(0)} is not")
         num_images = [end - start for start, end in zip([0, *self._folder_ends], self._folder_ends, strict=False)]
-        found_labels = find_labels(self._folders, num_images, labels, path=str(root))
+        found_labels = find_labels(self._folders, num_images, labels, path=str(root), as_before=as_before)
         self.class_names, self._folder_labels = found_labels.class_names, list(found_labels.labels)
         self.label_doubt = found_labels.doubt
         self.remarks = (*found_labels.remarks, *ignored)
@@ -115,7 +117,8 @@ class FolderSource:
 class _Lister:
     """Lists folders and counts what it sees."""
 
-    def __init__(self, on_listing: OnListing) -> None:
+    def __init__(self, suffixes: tuple[str, ...], on_listing: OnListing) -> None:
+        self._suffixes = suffixes
         self.num_ignored: Counter[str] = Counter()  # image files that cannot be read, by suffix
         self._num_files = 0
         self._on_listing = on_listing
@@ -128,7 +131,6 @@ class _Lister:
         Hidden files and folders are skipped.
         """
         file_names, folder_names = [], []
-        suffixes = readable_suffixes()
         try:
             status = path.stat()
             identity = (status.st_dev, status.st_ino)
@@ -142,7 +144,7 @@ class _Lister:
                         folder_names.append(entry.name)
                         continue
                     self._count()
-                    if entry.name.lower().endswith(suffixes):
+                    if entry.name.lower().endswith(self._suffixes):
                         if _is_file(entry):
                             file_names.append(entry.name)
                     elif (suffix := ignored_kind(entry.name)) is not None:
@@ -182,7 +184,9 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def open_folder(location: str, *, name: str, on_listing: OnListing = lambda num_files: None) -> FolderSource:
+def open_folder(
+    location: str, *, name: str, on_listing: OnListing = lambda num_files: None, as_before: bool = False
+) -> FolderSource:
     """`folder:PATH?labels=none|folders&orientation=exif|stored`; defaults: by the layout, and exif."""
     path, parameters = split_query(location)
     known = ("labels", "orientation")
@@ -196,6 +200,11 @@ def open_folder(location: str, *, name: str, on_listing: OnListing = lambda num_
     for rule in get_args(LabelRule):
         if labels == rule:
             return FolderSource(
-                Path(path).expanduser(), name=name, labels=rule, orientation=orientation, on_listing=on_listing
+                Path(path).expanduser(),
+                name=name,
+                labels=rule,
+                orientation=orientation,
+                on_listing=on_listing,
+                as_before=as_before,
             )
     raise DataError(f"{name}: labels={labels} is unknown; use labels=none, labels=folders or leave it out")

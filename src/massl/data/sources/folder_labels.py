@@ -10,8 +10,10 @@ from typing import Final, Literal
 LabelRule = Literal["auto", "none", "folders"]
 
 _SPLIT_NAMES: Final = frozenset(
-    ("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval", "holdout")
-    + ("unlabeled", "unlabelled")
+    {
+        *("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval", "holdout"),
+        *("unlabeled", "unlabelled"),
+    }
 )
 _ONLY_NUMBERS: Final = re.compile(r"\d+([-_. ]\d+)*")  # 2019, 07, 2019-07-31
 _NUM_SHOWN: Final = 5
@@ -27,16 +29,19 @@ class FolderLabels:
     remarks: tuple[str, ...] = ()  # what was decided, for the user
 
 
-def find_labels(folders: Sequence[str], num_images: Sequence[int], rule: LabelRule, *, path: str) -> FolderLabels:
+def find_labels(
+    folders: Sequence[str], num_images: Sequence[int], rule: LabelRule, *, path: str, as_before: bool = False
+) -> FolderLabels:
     """The classes of folders with images (paths relative to the root, "" for the root itself).
 
     "folders": the folders directly below the root. "auto": the same if there are two or more that hold all images; of
-    folders named train, val or test the folders inside them. `path` is for messages.
+    folders named train, val or test the folders inside them. `path` is for messages; `as_before`: without a word or a
+    doubt, and with train and val as classes.
     """
     tops = [folder.partition("/")[0] for folder in folders]
     if rule == "none" or "" in tops or (rule == "auto" and len(set(tops)) < 2):
         return FolderLabels(class_names=None)
-    if rule == "folders":
+    if rule == "folders" or as_before:
         return _labels_of(tops)
     names, inside = tops, ""
     splits = ", ".join(dict.fromkeys(tops))
