@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import safetensors.numpy
@@ -13,13 +14,19 @@ from pydantic import Field, model_validator
 from massl import distributed
 from massl.commands.arguments import parse
 from massl.commands.console import print_line, require_writable
+from massl.commands.images import UnreadableLeftOut, open_images
 from massl.commands.model import ModelSettings, model_on_device
 from massl.config import MasslError, merge, validate
-from massl.data.sources import open_source
+from massl.data.loading.given_images import GivenImage, given_source
+from massl.data.sources import ImageSource
+from massl.data.sources.base import Pixels
+from massl.evaluations.features import Extractor
 from massl.files import replacing
 
+Images = str | Path | Pixels | Sequence[GivenImage]
 Rows = NDArray[np.float32]
 Labels = NDArray[np.int64]
+_FEATURE = "pooled"
 
 
 DESCRIPTION = """Write a model's features of your images to a file.
@@ -38,16 +45,45 @@ class EmbedSettings(ModelSettings):
         return self
 
 
-def embed(
-    model: str | Path, *, data: str | Path, output: str | Path, overrides: Mapping[str, Any] | None = None
-) -> Path:
-    """Write the features of all images of `data`, with their keys and labels, to the file `output`.
+class Embeddings(NamedTuple):
+    """Features of images, in their order."""
 
-    The file's ending chooses the format: .parquet, .npz or .safetensors. `overrides` sets any other option of
-    `massl embed --help`, e.g. {"image_size": 96}.
+    features: Rows  # [N, D]
+    labels: Labels  # [N]; -1: none
+    keys: list[str]  # paths, or numbers of images without one
+
+
+@overload
+def embed(
+    model: str | Path, *, data: Images, output: str | Path, overrides: Mapping[str, Any] | None = None
+) -> Path: ...
+
+
+@overload
+def embed(
+    model: str | Path, *, data: Images, output: None = None, overrides: Mapping[str, Any] | None = None
+) -> Embeddings: ...
+
+
+def embed(
+    model: str | Path, *, data: Images, output: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> Path | Embeddings:
+    """The features of all images of `data`, with their labels and keys; with `output`, written to this file.
+
+    `data` is a folder, archive or URI, a uint8 array [N, H, W, 3], or a list of paths, Pillow images and arrays. The
+    ending of `output` chooses the format: .parquet, .npz or .safetensors. Images are prepared as in training;
+    `overrides` sets any other option of `massl embed --help`, e.g. {"image_size": 96}.
     """
-    values = merge({"model": str(model), "data": str(data), "output": str(output)}, overrides or {}, EmbedSettings)
-    return run_embedding(validate(EmbedSettings, values, origin="embed"))
+    values: dict[str, Any] = {"model": str(model)}
+    if output is None:
+        options = validate(ModelSettings, merge(values, overrides or {}, ModelSettings), origin="embed")
+        source = open_images(data) if isinstance(data, str | Path) else given_source(data)
+        with model_on_device(options, cache=None) as (extractor, console):
+            return UnreadableLeftOut(console).run(partial(_embeddings, extractor), source)
+    given = None if isinstance(data, str | Path) else given_source(data)
+    values |= {"data": str(data) if given is None else given.name, "output": str(output)}
+    settings = validate(EmbedSettings, merge(values, overrides or {}, EmbedSettings), origin="embed")
+    return run_embedding(settings, given)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,30 +91,37 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def run_embedding(settings: EmbedSettings) -> Path:
+def run_embedding(settings: EmbedSettings, source: ImageSource | None = None) -> Path:
+    """Write the features of the source, by default `settings.data`, to the file `settings.output`."""
     path = Path(settings.output).expanduser()
     if path.exists():
         raise MasslError(f"{path} exists; move it away or choose another --output")
     if path.suffix == ".parquet":
         _require_pyarrow()
-    source = open_source(settings.data)
+    source = open_images(settings.data) if source is None else source
     require_writable(path.parent)
     with model_on_device(settings, cache=None) as (extractor, console):
-        wanted = extractor.feature or "pooled"
-        features = extractor.features(source, view=extractor.centre_view(), feature=wanted)
+        rows = UnreadableLeftOut(console).run(partial(_embeddings, extractor), source)
         if distributed.is_main():
             about = {
                 "model": extractor.model.name,
                 "weights": extractor.model.fingerprint,
-                "feature": wanted,
+                "feature": extractor.chosen_feature(_FEATURE),
+                "image_size": str(extractor.model.image_size),
+                "crop_ratio": f"{extractor.crop_ratio:g}",
                 "data": source.name,
             }
-            keys = [source.key_of(index) for index in range(len(source))]
-            with replacing(path) as partial:
-                WRITERS[path.suffix](partial, features.rows.numpy(), features.labels.numpy(), keys, about)
-        print_line(console, f"{path}: {len(features):,} features of {features.rows.shape[1]} dimensions")
+            with replacing(path) as unfinished:
+                WRITERS[path.suffix](unfinished, *rows, about)
+        print_line(console, f"{path}: {len(rows.keys):,} features of {rows.features.shape[1]} dimensions")
         distributed.barrier()
     return path
+
+
+def _embeddings(extractor: Extractor, source: ImageSource) -> Embeddings:
+    found = extractor.features(source, view=extractor.centre_view(), feature=_FEATURE)
+    keys = [source.key_of(index) for index in range(len(source))]
+    return Embeddings(features=found.rows.numpy(), labels=found.labels.numpy(), keys=keys)
 
 
 def _write_npz(path: Path, rows: Rows, labels: Labels, keys: list[str], about: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from massl.data.loading.decode import UnreadableImage, decode, upright_rgb
 from massl.data.sources.array import ArraySource, digest_of_arrays
-from massl.data.sources.base import DataError, EncodedImage, ImageSource, Pixels
+from massl.data.sources.base import Contents, DataError, EncodedImage, ImageSource, Pixels
 
 GivenImage = str | Path | Image.Image | Pixels  # arrays: uint8 [H, W, 3] or [H, W]
 _NAME = "the given images"
@@ -24,11 +24,16 @@ def given_source(images: Pixels | Sequence[GivenImage]) -> ImageSource:
             found = f"{images.dtype} {list(images.shape)}"
             raise DataError(f"data is an array {found}; give uint8 [N, H, W, 3] with N > 0, or a list of images")
         return ArraySource(name=_NAME, pixels=images, labels=None, class_names=None, key_prefix="image")
+    if not isinstance(images, Sequence):
+        raise DataError(
+            f"data is a {type(images).__name__}; give a folder, a uint8 array [N, H, W, 3] or a list of images"
+        )
     return GivenSource(images)
 
 
 def read_given(image: GivenImage, *, max_side: int) -> Tensor:  # -> [3, H, W] uint8
     """The pixels of one image in RGB, turned upright."""
+    _require_image(image, name="the image")
     try:
         return decode(_encoded(image, key="image"), max_side=max_side)
     except (OSError, UnreadableImage) as error:
@@ -64,22 +69,41 @@ class GivenSource:
     def fingerprint(self) -> str:
         return self._digest
 
+    def contents(self) -> Contents:
+        return Contents(self._digest)
+
     @cached_property
     def _digest(self) -> str:
-        digest = hashlib.sha256()
-        for index in range(len(self)):
-            data = self.read(index).data
-            digest.update(data if isinstance(data, bytes) else digest_of_arrays(data, None).encode())
-            digest.update(self.key_of(index).encode())
-        return digest.hexdigest()
+        images = [f"{self.key_of(index)} {_stamp(image)}\n" for index, image in enumerate(self._images)]
+        return hashlib.sha256("".join(images).encode()).hexdigest()
+
+
+def _stamp(image: GivenImage) -> str:
+    """Changes with the image. Files are not read: their size and time of modification stand for them."""
+    if isinstance(image, str | Path):
+        status = _path(image).stat()
+        return f"{status.st_size} {status.st_mtime_ns}"
+    try:
+        pixels = image if isinstance(image, np.ndarray) else np.asarray(_upright(image))
+    except UnreadableImage as error:
+        return str(error)
+    return digest_of_arrays(pixels, None)
 
 
 def _key(image: GivenImage, otherwise: str) -> str:
     return str(image) if isinstance(image, str | Path) else otherwise
 
 
+def _path(image: str | Path) -> Path:
+    return Path(image).expanduser()
+
+
 def _require_image(image: object, *, name: str) -> None:
-    if isinstance(image, str | Path | Image.Image):
+    if isinstance(image, str | Path):
+        if not _path(image).is_file():
+            raise DataError(f"{name} is {str(image)!r}, which is no file; give the path of an image")
+        return
+    if isinstance(image, Image.Image):
         return
     if not isinstance(image, np.ndarray):
         raise DataError(f"{name} is a {type(image).__name__}; give a path, a Pillow image or a uint8 array [H, W, 3]")
@@ -89,9 +113,14 @@ def _require_image(image: object, *, name: str) -> None:
 
 
 def _encoded(image: GivenImage, *, key: str) -> EncodedImage:
-    _require_image(image, name=key)
-    if isinstance(image, Image.Image):
-        upright = upright_rgb(image, max_side=max(image.size))  # never reduced: that would change the caller's image
-        return EncodedImage(data=np.asarray(upright), label=None, key=key)
-    data = image if isinstance(image, np.ndarray) else Path(image).expanduser().read_bytes()
-    return EncodedImage(data=data, label=None, key=key)
+    if isinstance(image, str | Path):
+        return EncodedImage(data=_path(image).read_bytes(), label=None, key=key)
+    pixels = image if isinstance(image, np.ndarray) else np.asarray(_upright(image))
+    return EncodedImage(data=pixels, label=None, key=key)
+
+
+def _upright(picture: Image.Image) -> Image.Image:
+    try:
+        return upright_rgb(picture, max_side=max(picture.size))  # never reduced: that would change the caller's picture
+    except Exception as error:  # a damaged file that Pillow reads only now: OSError, SyntaxError, struct.error ...
+        raise UnreadableImage(f"{type(error).__name__}: {error}") from None
