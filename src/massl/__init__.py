@@ -2,7 +2,7 @@
 
 import massl
 massl.pretrain(recipe="massl-vits16", data="photos/", output="runs/photos")
-model = massl.load_backbone("runs/photos")    # a timm model
+model, transform = massl.load_backbone("runs/photos")    # a timm model, and how to prepare its images
 massl.evaluate("runs/photos", protocol="knn", train="photos/", test="others/", output="results")
 massl.embed("runs/photos", data="photos/", output="features.parquet")
 

@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "backbone.safetensors"
     path.write_bytes(
         backbone_bytes(
-            backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32
+            backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=16
         )
     )
     return path

@@ -1,8 +1,8 @@
 """The Python that the documents show runs: all blocks of a document, one after the other, in one namespace.
 
-What a reader brings along is small here: `photos/` holds six images, `runs/photos` an untrained ViT-S/16, `images` two
-random ones. Two functions would train for long: `massl.pretrain` resolves its recipe and returns without training,
-`massl.ablate` stops each run after two steps.
+What a reader brings along is small here: `photos/` holds six images, `cat.jpg` and `dog.jpg` are further ones,
+`runs/photos` an untrained ViT-S/16, `images` two random ones. Two functions would train for long: `massl.pretrain`
+resolves its recipe and returns without training, `massl.ablate` stops each run after two steps.
 """
 
 import inspect
@@ -45,6 +45,8 @@ def readers_folder(tmp_path: Path, vit_small_file: Path, monkeypatch: pytest.Mon
         folder.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(number).integers(0, 256, (40, 50, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.png")
+    for name in ("cat.jpg", "dog.jpg"):
+        Image.fromarray(np.random.default_rng(9).integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(tmp_path / name)
     run = tmp_path / "runs" / "photos"
     run.mkdir(parents=True)
     (run / BACKBONE_FILE).symlink_to(vit_small_file)
@@ -81,7 +83,7 @@ def run_blocks(document: Any) -> dict[str, Any]:
 
 
 def check_readme(world: dict[str, Any]) -> None:
-    assert world["features"].shape == (2, 384)
+    assert world["features"].shape == (1, 384)
 
 
 def check_loop_with_memory_loss(world: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=SIDE, patch_size=4, timm_options=options)
     backbone = build_backbone(settings, seed=0)
     folder = tmp_path_factory.mktemp("run")
-    content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD, image_size=32)
+    content = backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD, image_size=16)
     (folder / "backbone.safetensors").write_bytes(content)
     return folder
 
@@ -52,7 +52,7 @@ def images(tmp_path_factory: pytest.TempPathFactory, pixels: np.ndarray) -> Path
 @pytest.fixture(scope="module")
 def truth(model: Path, pixels: np.ndarray) -> np.ndarray:  # [N, D]
     """What the plain timm model gives for images normalised by hand, one at a time."""
-    network, rows = massl.load_backbone(model), []
+    network, rows = massl.load_backbone(model).model, []
     for picture in pixels:
         normalised = (picture / 255.0 - np.array(MEAN)) / np.array(STD)
         with torch.inference_mode():

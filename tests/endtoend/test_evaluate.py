@@ -139,7 +139,7 @@ def test_knn_accuracy_is_that_of_features_computed_by_hand(
     evaluate: Any, run: Path, train: Path, test: Path, output: Path
 ) -> None:
     _assert_measured(evaluate("knn", "--crop_ratio", "1", "--knn.ks", "3"))
-    model = massl.load_backbone(run)
+    model, _ = massl.load_backbone(run)
     mean, std = (torch.tensor(model.default_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))  # type: ignore[index, operator]
     features, labels = [], []
     for archive in (train, test):
@@ -250,7 +250,7 @@ def test_weights_are_told_apart_and_found_by_folder_or_file(
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=SIDE, patch_size=4, timm_options=options)
     backbone = build_backbone(settings, seed=0)
     content = backbone_bytes(
-        backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32
+        backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=16
     )
     (copy / "backbone.safetensors").write_bytes(content)
     answer = evaluate("knn", model=copy / "backbone.safetensors")
@@ -341,7 +341,7 @@ def test_demo_of_the_documentation_runs(massl_here: Any, output: Path, tmp_path:
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=16, timm_options=options)
     backbone = build_backbone(settings, seed=0)
     content = backbone_bytes(
-        backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=32
+        backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.25,) * 3, image_size=16
     )
     (tmp_path / "backbone.safetensors").write_bytes(content)
     answer = massl_here(

@@ -81,7 +81,7 @@ def test_run_folder_holds_recipe_environment_metrics_and_backbone(
 
 def test_saved_backbone_is_the_teacher_as_a_plain_timm_model(pretrain: Any, runs: Any) -> None:
     run = pretrain("run", {"trainer.max_steps": 3})
-    model = massl.load_backbone(run)
+    model, _ = massl.load_backbone(run)
     saved = runs.state(run)["method"]
     prefix = "teacher.backbone.model."
     teacher = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
@@ -93,7 +93,7 @@ def test_saved_backbone_is_the_teacher_as_a_plain_timm_model(pretrain: Any, runs
     )
     images = normalise(pixels, model.default_cfg["mean"], model.default_cfg["std"])
     with torch.no_grad():
-        expected = Backbone(massl.load_backbone(run / "backbone.safetensors"), timm_arguments={})(images).pooled
+        expected = Backbone(massl.load_backbone(run / "backbone.safetensors").model, timm_arguments={})(images).pooled
         torch.testing.assert_close(model(images), expected, atol=1e-6, rtol=1e-5)
     assert model(torch.zeros(1, 3, 24, 32)).shape == (1, 32)
 
@@ -176,7 +176,7 @@ def test_convolutional_backbone_trains(name: str, recipe: Path, archive: Path, r
     }
     result = massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", overrides=settings)
     assert result.step == 2
-    assert torch.isfinite(massl.load_backbone(tmp_path / "run")(torch.zeros(2, 3, 32, 32))).all()
+    assert torch.isfinite(massl.load_backbone(tmp_path / "run").model(torch.zeros(2, 3, 32, 32))).all()
     saved = runs.state(tmp_path / "run")["method"]
     student, teacher = (saved[f"{network}.head.mlp.0.weight"] for network in ("student", "teacher"))
     assert not torch.equal(student, teacher)

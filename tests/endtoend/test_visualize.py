@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     backbone = build_backbone(settings, seed=0)
     path = tmp_path_factory.mktemp("model") / "backbone.safetensors"
     path.write_bytes(
-        backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD, image_size=32)
+        backbone_bytes(backbone.model, timm_arguments=backbone.timm_arguments, mean=MEAN, std=STD, image_size=16)
     )
     return path
 

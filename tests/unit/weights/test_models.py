@@ -176,6 +176,14 @@ def test_a_run_is_opened_by_its_folder_or_its_file(tmp_path: Path) -> None:
     assert run.fingerprint == single.fingerprint
 
 
+def test_a_run_is_evaluated_at_the_size_and_crop_of_its_training(tmp_path: Path) -> None:
+    model = create_timm_model({**TINY, "img_size": 48})  # position embeddings for 48 px
+    facts: dict[str, Any] = {"timm_arguments": {**TINY, "img_size": 48}, "mean": MEAN, "std": STD}
+    (tmp_path / BACKBONE_FILE).write_bytes(backbone_bytes(model, **facts, image_size=32, crop_ratio=1.0))
+    opened = open_model(tmp_path)
+    assert (opened.image_size, opened.crop_ratio) == (32, 1.0)
+
+
 def test_an_opened_model_is_ready_to_be_evaluated(tmp_path: Path) -> None:
     own_file(tmp_path, tiny_state(), TINY)
     state = torch.get_rng_state()
