@@ -16,9 +16,9 @@ from massl import distributed, keyed_random
 from massl.commands.arguments import parse
 from massl.commands.console import require_writable
 from massl.commands.device import Device
+from massl.commands.images import UnreadableLeftOut, open_images
 from massl.commands.model import ModelSettings, model_on_device
 from massl.config import merge, validate
-from massl.data.sources import open_source
 from massl.data.sources.base import ImageSource
 from massl.evaluations.features import Extractor
 from massl.evaluations.protocols.attention import attention_size
@@ -109,11 +109,23 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_visualization(settings: VisualizeSettings) -> list[Path]:
     """`visualize` with all settings in one object, as the command line gives them."""
-    source = open_source(settings.data)
+    source = open_images(settings.data)
+    database = source
+    if settings.kind == "neighbours" and settings.database not in ("", settings.data):
+        database = open_images(settings.database)
     require_writable(settings.folder)
     cache = Path(settings.cache).expanduser() if settings.cache else None
-    with model_on_device(settings, cache=cache) as (extractor, _):
-        return _DRAWERS[settings.kind](extractor, source, settings)
+    with model_on_device(settings, cache=cache) as (extractor, console):
+        draw = functools.partial(_draw, extractor, settings)
+        return UnreadableLeftOut(console).run(draw, source, *(() if database is source else (database,)))
+
+
+def _draw(
+    extractor: Extractor, settings: VisualizeSettings, source: ImageSource, database: ImageSource | None = None
+) -> list[Path]:
+    if settings.kind == "neighbours":
+        return _save_neighbours(extractor, source, settings, database=source if database is None else database)
+    return _DRAWERS[settings.kind](extractor, source, settings)
 
 
 def _chosen_images(source: ImageSource, settings: VisualizeSettings) -> Tensor:
@@ -194,9 +206,10 @@ def _save_correspondence(extractor: Extractor, source: ImageSource, settings: Vi
 # ---- neighbours ------------------------------------------------------------------------------------------------------
 
 
-def _save_neighbours(extractor: Extractor, source: ImageSource, settings: VisualizeSettings) -> list[Path]:
+def _save_neighbours(
+    extractor: Extractor, source: ImageSource, settings: VisualizeSettings, *, database: ImageSource
+) -> list[Path]:
     """For each image its nearest neighbours by cosine, framed green if they are of its class and red if not."""
-    database = source if settings.database in ("", settings.data) else open_source(settings.database)
     chosen = _chosen_images(source, settings)
     neighbours = _find_neighbours(extractor, source, chosen, database, num_neighbours=settings.num_neighbours)
     pictures = functools.partial(whole_images, extractor, max_side=2 * SMALLEST_TILE)
@@ -260,5 +273,4 @@ def _save_pages(
 _DRAWERS: dict[PictureKind, Callable[[Extractor, ImageSource, VisualizeSettings], list[Path]]] = {
     "attention": _save_attention,
     "correspondence": _save_correspondence,
-    "neighbours": _save_neighbours,
 }

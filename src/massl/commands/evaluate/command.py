@@ -13,11 +13,14 @@ from massl.commands.arguments import parse
 from massl.commands.console import print_line, print_table, require_writable, result_console
 from massl.commands.evaluate.jobs import Job, digest_of, digest_of_images, jobs_of
 from massl.commands.evaluate.settings import EvaluateSettings, EvaluationRequest
+from massl.commands.images import UnreadableLeftOut
 from massl.commands.model import model_on_device
 from massl.config import MasslError, changed, merge, validate
 from massl.data.evaluation.views import PUBLISHED_CROP_RATIO
+from massl.data.sources import ImageSource
+from massl.evaluations.base import EvaluationData
 from massl.evaluations.features import Extractor
-from massl.evaluations.measurement import EvaluationError
+from massl.evaluations.measurement import EvaluationError, Measurement
 from massl.evaluations.protocols import PROTOCOLS
 from massl.evaluations.results import RESULTS_FILE, ResultRow, append_rows, newest, read_rows
 from massl.nn.token_readout import UnsuitableModel
@@ -65,7 +68,8 @@ def evaluate(
     named = {"model": model, "train": train, "test": test, "data_root": data_root, "output": output, "suite": suite}
     values: dict[str, Any] = {key: str(value) for key, value in named.items() if value is not None}
     values["protocol"] = [protocol] if isinstance(protocol, str) else list(protocol)
-    return run_evaluation(validate(EvaluateSettings, merge(values, overrides or {}), origin="evaluate"))
+    merged = merge(values, overrides or {}, EvaluateSettings)
+    return run_evaluation(validate(EvaluateSettings, merged, origin="evaluate"))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -85,10 +89,11 @@ def _run(extractor: Extractor, request: EvaluationRequest, folder: Path, console
     rows = read_rows(folder / RESULTS_FILE)
     distributed.barrier()  # all processes have read the same rows before one adds to them
     known = set() if request.again else {row.run for row in rows}
+    unreadable = UnreadableLeftOut(console)
     runs, failed = set(), {}
     for job in jobs:
         try:
-            run, measured = _run_job(job, extractor, folder, known, console)
+            run, measured = _run_job(job, extractor, folder, known, unreadable, console)
             runs.add(run)
             rows += measured
         except MasslError as error:
@@ -109,7 +114,7 @@ def _run(extractor: Extractor, request: EvaluationRequest, folder: Path, console
 
 
 def _run_job(
-    job: Job, extractor: Extractor, folder: Path, known: set[str], console: Console
+    job: Job, extractor: Extractor, folder: Path, known: set[str], unreadable: UnreadableLeftOut, console: Console
 ) -> tuple[str, list[ResultRow]]:
     """The job's digest, and its new results, which are written together; none if the digest is `known`."""
     entry, model = PROTOCOLS[job.protocol], extractor.model
@@ -132,7 +137,8 @@ def _run_job(
     if data.train is not None and data.test is not None and data.train.fingerprint() == data.test.fingerprint():
         remarks.append("tested on the training images")
         print_line(console, f"{job.title}: the training images are the test images", style="yellow")
-    measurements = list(entry.measure(extractor, data, job.settings))
+    measurements, num_unreadable = _measure(job, extractor, data, unreadable)
+    remarks += [f"{num_unreadable} unreadable images left out"] if num_unreadable else []
     seconds = time.perf_counter() - began
     rows = [
         ResultRow(
@@ -155,6 +161,25 @@ def _run_job(
     distributed.barrier()
     print_line(console, f"{job.title}: {len(rows)} numbers in {seconds:.1f} s", style="green")
     return run, rows
+
+
+def _measure(
+    job: Job, extractor: Extractor, data: EvaluationData, unreadable: UnreadableLeftOut
+) -> tuple[list[Measurement], int]:
+    """What the protocol measures on the images that can be read, and the number of the others."""
+    given = (data.train, data.test, data.validation)
+
+    def measure(*readable: ImageSource | None) -> tuple[list[Measurement], int]:
+        train, test, validation = readable
+        chosen = replace(data, train=train, test=test, validation=validation)
+        num_given, num_readable = (
+            # by identity: the training images may be the test images
+            sum({id(source): len(source) for source in sources if source is not None}.values())
+            for sources in (given, readable)
+        )
+        return list(PROTOCOLS[job.protocol].measure(extractor, chosen, job.settings)), num_given - num_readable
+
+    return unreadable.run(measure, *given)
 
 
 def _feature_remarks(extractor: Extractor) -> list[str]:

@@ -1,13 +1,15 @@
 """The jobs of `massl evaluate`: protocols on images named by the user, or the paper's suite."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from massl.commands.evaluate.settings import EvaluationRequest
+from massl.commands.images import open_images
 from massl.config import Settings, fingerprint, merge, validate
-from massl.data.sources import open_source
+from massl.data.sources import ImageSource, open_source
 from massl.data.sources.file_stamps import digest_of_files, files_below
 from massl.evaluations.base import EvaluationData
 from massl.evaluations.datasets import look_up, missing_data, open_data
@@ -42,7 +44,8 @@ class Job:
 def jobs_of(request: EvaluationRequest) -> tuple[list[Job], dict[str, str]]:
     """The jobs to do, and for the title of each job that lacks files: which, and how to get them."""
     if request.data_root is None or not (request.suite or request.data):
-        return [_job_on_given_data(request, protocol) for protocol in request.protocol], {}
+        open_once = functools.cache(open_images)  # all protocols judge the same images
+        return [_job_on_given_data(request, protocol, open_once) for protocol in request.protocol], {}
     root = Path(request.data_root).expanduser()
     planned = list(_jobs_of_suite(request, root) if request.suite else _jobs_on_known_data(request, root))
     jobs = [job for job, lacks in planned if lacks is None]
@@ -83,7 +86,7 @@ def _job_below(root: Path, protocol: str, name: str, settings: Settings, *, part
     )
 
 
-def _job_on_given_data(request: EvaluationRequest, protocol: str) -> Job:
+def _job_on_given_data(request: EvaluationRequest, protocol: str, open_once: Callable[[str], ImageSource]) -> Job:
     for need in PROTOCOLS[protocol].needs:
         if getattr(request, need) is None:
             raise EvaluationError(f"{protocol} needs --{need}: {EvaluationRequest.model_fields[need].description}")
@@ -99,7 +102,7 @@ def _job_on_given_data(request: EvaluationRequest, protocol: str) -> Job:
         if uses_folder:
             return EvaluationData(name=name, folder=folder, output=output)
         train, test, validation = (
-            None if uri is None else open_source(uri) for uri in (request.train, request.test, request.validation)
+            None if uri is None else open_once(uri) for uri in (request.train, request.test, request.validation)
         )
         return EvaluationData(name=name, train=train, test=test, validation=validation, output=output)
 

@@ -3,16 +3,18 @@
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from massl import keyed_random
 from massl.commands.device import Device
+from massl.commands.images import UnreadableLeftOut, open_images
 from massl.commands.model import ModelSettings, model_on_device
 from massl.commands.recipe import PretrainRecipe
 from massl.config import read_yaml, validate
-from massl.data.sources import open_source
+from massl.data.sources import label_doubt
 from massl.data.sources.base import DataError, ImageSource
 from massl.data.sources.subset import SubsetSource
 from massl.reports.page.sections.figures import EXPECTED_FAILURES, Drawn, draw_pictures, failure, picture_sections
@@ -53,30 +55,40 @@ def open_run(folder: Path, *, data: str | None, device: Device, num_images: int 
     settings = ModelSettings(
         model=str(folder), device=device, image_size=recipe.views.global_size, crop_ratio=probes.crop_ratio
     )
-    with model_on_device(settings, cache=None) as (extractor, _):
-        yield RunFeatures(
-            extractor=extractor,
-            sample=sample,
-            num_neighbours=probes.num_neighbours,
-            temperature=probes.temperature,
-        )
+    with model_on_device(settings, cache=None) as (extractor, console):
+
+        def features_of(queries: ImageSource, database: ImageSource) -> RunFeatures:
+            run = RunFeatures(
+                extractor=extractor,
+                sample=replace(sample, queries=queries, database=database),
+                num_neighbours=probes.num_neighbours,
+                temperature=probes.temperature,
+            )
+            run.require_readable()
+            return run
+
+        yield UnreadableLeftOut(console).run(features_of, sample.queries, sample.database)
 
 
 def choose_sample(recipe: PretrainRecipe, data: str | None, *, num_images: int) -> Sample:
     """Images of `data`, or else those of the probe. The choice does not depend on the run, so that runs compare."""
     database_name = data or recipe.probes.database or recipe.data.source
     queries_name = data or recipe.probes.queries or database_name
-    queries = open_source(queries_name)
-    database = queries if database_name == queries_name else open_source(database_name)
+    queries = open_images(queries_name)
+    database = queries if database_name == queries_name else open_images(database_name)
+    if queries_name == (data or recipe.data.source) and label_doubt(queries):  # images that nobody named as labelled
+        chosen, others = (_subset(queries, num, labelled=False) for num in (num_images, max(num_images, _NUM_DATABASE)))
+        return Sample(queries=chosen, database=others, is_own=True)
     chosen = _subset(queries, num_images)
     if database is queries or database.class_names != queries.class_names:
         return Sample(queries=chosen, database=_subset(queries, max(num_images, _NUM_DATABASE)), is_own=True)
     return Sample(queries=chosen, database=_subset(database, _NUM_DATABASE), is_own=False)
 
 
-def _subset(source: ImageSource, num: int) -> SubsetSource:
+def _subset(source: ImageSource, num: int, *, labelled: bool = True) -> SubsetSource:
     """The first images of a random order; of a labelled source those with a label."""
     order = iter(keyed_random.permutation(len(source), 0, "figures").tolist())
-    if source.class_names is not None:
+    if labelled and source.class_names is not None:
         order = (index for index in order if source.label_of(index) is not None)
-    return SubsetSource(source, torch.tensor(list(itertools.islice(order, num)), dtype=torch.int64), name=source.name)
+    indices = torch.tensor(list(itertools.islice(order, num)), dtype=torch.int64)
+    return SubsetSource(source, indices, name=source.name, labelled=labelled)

@@ -3,6 +3,7 @@
 import hashlib
 from array import array
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -12,9 +13,11 @@ from massl.data.sources.base import Contents, DataError, EncodedImage, ImageSour
 
 
 class SubsetSource:
-    """Image i is image `indices[i]` of `source`, with its label and key there."""
+    """Image i is image `indices[i]` of `source`, with its key and, unless `labelled` is False, its label there."""
 
-    def __init__(self, source: ImageSource, indices: Tensor, *, name: str) -> None:  # indices: integers [n]
+    def __init__(
+        self, source: ImageSource, indices: Tensor, *, name: str, labelled: bool = True
+    ) -> None:  # indices: integers [n]
         if indices.ndim != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
             found = f"{indices.dtype} {list(indices.shape)}"
             raise DataError(f"{name}: the indices of a subset must be integers [n], not {found}")
@@ -25,7 +28,8 @@ class SubsetSource:
             index = low if low < 0 else high
             raise DataError(f"{name} selects image {index} of {source.name}, which has {len(source)}")
         self.name = name
-        self.class_names = source.class_names
+        self.class_names = source.class_names if labelled else None
+        self._labelled = labelled
         self._source = source
         # Python integers: the labels of a million images are read one by one
         self._indices = array("q", indices.tolist())
@@ -42,10 +46,11 @@ class SubsetSource:
         return len(self._indices)
 
     def read(self, index: int) -> EncodedImage:
-        return self._source.read(self._indices[index])
+        image = self._source.read(self._indices[index])
+        return image if self._labelled else replace(image, label=None)
 
     def label_of(self, index: int) -> int | None:
-        return self._source.label_of(self._indices[index])
+        return self._source.label_of(self._indices[index]) if self._labelled else None
 
     def key_of(self, index: int) -> str:
         return self._source.key_of(self._indices[index])
@@ -53,6 +58,7 @@ class SubsetSource:
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self._source.fingerprint().encode())
         digest.update(self._indices)
+        digest.update(b"" if self._labelled else b"without labels")
         return digest.hexdigest()
 
     def contents(self) -> Contents:

@@ -6,7 +6,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from massl.config import MasslError
 from massl.data.sources.base import ImageSource
+from massl.data.sources.subset import UnreadableImages
 from massl.evaluations.base import labels_of_images
 from massl.evaluations.features import Extractor
 from massl.ops.scoring.neighbours import weighted_vote
@@ -48,6 +50,15 @@ class RunFeatures:
 
     def _rows_of(self, source: ImageSource) -> Tensor:
         return self.extractor.features(source, view=self.extractor.centre_view(), feature="pooled").rows
+
+    def require_readable(self) -> None:
+        """Compute all features. Raises UnreadableImages; other failures are left to the pictures that meet them."""
+        try:
+            _ = self.query_rows, self.database_rows
+        except UnreadableImages:
+            raise
+        except (MasslError, OSError, torch.OutOfMemoryError):
+            return
 
     @cached_property
     def neighbours(self) -> Neighbours:
