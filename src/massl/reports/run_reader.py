@@ -52,6 +52,7 @@ def read_run(folder: str | Path, *, label: str | None = None, strict: bool = Fal
     rows = _read_rows(path / "metrics.jsonl", remarks)
     if strict and not any(key in row for row in rows for key in PROBE_METRICS):
         raise RunError(f"{path} was never probed: train with probes.every_epochs above 0")
+    raw_pixel_knn, num_queries = _read_baseline(path / "baseline.json", remarks)
     run = Run(
         folder=path,
         label=path.resolve().name if label is None else label,
@@ -59,7 +60,8 @@ def read_run(folder: str | Path, *, label: str | None = None, strict: bool = Fal
         recipe=recipe,
         environment=environment,
         rows=rows,
-        raw_pixel_knn=_read_baseline(path / "baseline.json", remarks),
+        raw_pixel_knn=raw_pixel_knn,
+        num_queries=num_queries,
         warnings=_read_warnings(path / "warnings.jsonl", remarks),
     )
     if rows and not run.finished:
@@ -189,20 +191,21 @@ def _is_count(value: Any) -> bool:
 # ---- optional files: problems are remarks, even when reading strictly ------------------------------------------------
 
 
-def _read_baseline(file: Path, remarks: _Remarks) -> float | None:
-    """k-NN accuracy of raw pixels in percent."""
+def _read_baseline(file: Path, remarks: _Remarks) -> tuple[float | None, int | None]:
+    """k-NN accuracy of raw pixels in percent, and the number of images it was measured on."""
     if not file.is_file():
-        return None
+        return None, None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         remarks.append(f"{file.name} is not valid JSON ({error}) and left out")
-        return None
-    accuracy = values.get("raw_pixel_knn") if isinstance(values, dict) else None
+        return None, None
+    known = values if isinstance(values, dict) else {}
+    accuracy, num_queries = known.get("raw_pixel_knn"), known.get("num_queries")
     if accuracy is not None and not (_is_number(accuracy) and 0 <= accuracy <= 100):
         remarks.append(f"raw_pixel_knn in {file.name} is not a percentage and left out")
-        return None
-    return None if accuracy is None else float(accuracy)
+        accuracy = None
+    return None if accuracy is None else float(accuracy), num_queries if _is_count(num_queries) else None
 
 
 def _read_warnings(file: Path, remarks: _Remarks) -> tuple[TrainingWarning, ...]:

@@ -52,6 +52,7 @@ class Run:
     rows: tuple[Mapping[str, float], ...]  # metrics.jsonl by step; finite numbers only; empty before the first probe
     warnings: tuple[TrainingWarning, ...] = ()
     raw_pixel_knn: float | None = None  # percent
+    num_queries: int | None = None  # images that each k-NN probe classifies; None: not recorded
     remarks: tuple[str, ...] = ()  # problems in the files, and whether the run is unfinished
 
     @property

@@ -9,6 +9,7 @@ from markupsafe import Markup
 
 from massl.reports.comparison.tables import shared_by
 from massl.reports.page.sections.training import legend_markup, summary_section, training_section
+from massl.reports.page.sections.verdicts import verdicts_section
 from massl.reports.page.templates import Section, asset, rendered
 from massl.reports.runs import Run
 
@@ -17,11 +18,11 @@ _SCRIPTS = ("charts.js", "tables.js", "page.js")
 
 
 def report_page(runs: Sequence[Run], further: Sequence[Section], *, title: str, created: datetime) -> str:
-    """The page: summary and curves of the runs, if any, then the further sections."""
+    """The page: verdict, summary and curves of the runs, if any, then the further sections."""
     sections, data = list(further), dict[str, object]()
     if runs:
         training, data = training_section(runs)
-        sections = [summary_section(runs), training, *further]
+        sections = [verdicts_section(runs), summary_section(runs), training, *further]
     ids = [section.id for section in sections]
     assert len(set(ids)) == len(ids), f"two sections with the same id: {', '.join(ids)}"
     in_full = shared_by(runs) if runs else ""

@@ -1,0 +1,196 @@
+"""Did a run learn? The verdict in words, with the numbers behind it, the next command and a page of the docs."""
+
+import math
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from massl.reports.runs import PROBE_METRICS, KnnPoint, Run
+from massl.training.probes import general_collapse_signs
+
+Kind = Literal["too early", "no labels", "collapsed", "not improved", "below raw pixels", "still rising", "learnt"]
+_PAGE = "docs/troubleshooting.md"
+_SECTIONS: dict[Kind, str] = {
+    "too early": "signs-of-life",
+    "no labels": "without-labels-accuracy-is-unknown",
+    "collapsed": "it-collapsed",
+    "not improved": "it-did-not-improve-on-random-weights",
+    "below raw pixels": "it-is-below-raw-pixels",
+    "still rising": "it-is-still-rising",
+    "learnt": "it-learnt",
+}
+_DEFAULT_QUERIES = 2_000  # probes.max_queries of runs that did not record a number
+_FEW_STEPS = 3_000  # for memory-based training a few thousand steps are the very beginning (docs/results)
+_LEAST_RECENT = 3  # probes that a trend needs
+_PROBED = frozenset(PROBE_METRICS)
+
+
+class NextStep(NamedTuple):
+    purpose: str  # "train longer"
+    command: str  # to type in a shell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    kind: Kind
+    headline: str  # a few words
+    reasons: tuple[str, ...]  # sentences with the numbers
+    next_step: NextStep
+
+    @property
+    def page(self) -> str:
+        """Section of the docs that helps."""
+        return f"{_PAGE}#{_SECTIONS[self.kind]}"
+
+
+def verdict(run: Run) -> Verdict:
+    """Judge a run, finished or not, by its probes."""
+    if not any(row["step"] > 0 and _PROBED & row.keys() for row in run.rows):
+        reasons = ("No probe has been made in training yet.",)
+        return Verdict(kind="too early", headline="too early to tell", reasons=reasons, next_step=_train_on(run))
+    if signs := _collapse_signs(run):
+        reasons = (*signs, *_accuracy_words(run))
+        return Verdict(kind="collapsed", headline="collapsed", reasons=reasons, next_step=_look_at_curves(run))
+    return _with_labels(run) if len(run.probes) > 1 else _without_labels(run)
+
+
+def _with_labels(run: Run) -> Verdict:
+    margin, is_rising = _margin(run), _is_rising(run)
+    gain = run.last.knn_top1 - run.first.knn_top1
+    reasons = _accuracy_words(run)
+    trend = ", still rising" if is_rising else "" if run.finished else " so far"
+    is_short = is_rising or not run.finished or run.rows[-1]["step"] < _FEW_STEPS
+    advice = _train_on(run) if is_short else _look_at_curves(run)
+    if gain < margin:
+        headline = "worse than random weights" if gain < -margin else "did not improve on random weights"
+        reasons += () if is_rising else _best_words(run)
+        return Verdict(kind="not improved", headline=headline + trend, reasons=reasons, next_step=advice)
+    if run.raw_pixel_knn is not None and run.last.knn_top1 < run.raw_pixel_knn - margin:
+        headline = f"learnt, but below raw pixels{trend}"
+        reasons += _best_words(run)
+        return Verdict(kind="below raw pixels", headline=headline, reasons=reasons, next_step=advice)
+    if is_rising:
+        return Verdict(kind="still rising", headline="learnt, still rising", reasons=reasons, next_step=_train_on(run))
+    embed = _command("massl", "embed", run.folder, "--data", _source(run), "--output", run.folder / "features.parquet")
+    next_step = NextStep("use the features", embed) if run.finished else _train_on(run)
+    return Verdict(kind="learnt", headline=f"learnt{trend}", reasons=reasons + _best_words(run), next_step=next_step)
+
+
+def _without_labels(run: Run) -> Verdict:
+    """No accuracy: only whether it collapsed, and how often the network finds an image by another view of it."""
+    reasons = ["Without labels the accuracy is unknown."]
+    for key, words, form in (
+        ("other_view_top1", "Images found again by another view of them, in percent", ".1f"),
+        ("effective_rank", "Effective rank", ".1f"),
+        ("loss", "Loss", ".3g"),
+    ):
+        values = [row[key] for row in run.rows if key in row]
+        if len(values) > 1:
+            reasons.append(f"{words}: {values[0]:{form}} with random weights, {values[-1]:{form}} now.")
+    draw = _command("massl", "visualize", run.folder, "neighbours", "--data", _source(run), "--output")
+    next_step = NextStep("look whether neighbours are alike", f"{draw} {_command(run.folder / 'figures')}")
+    headline = "no sign of collapse; without labels the accuracy is unknown"
+    return Verdict(kind="no labels", headline=headline, reasons=tuple(reasons), next_step=next_step)
+
+
+# ---- judgement -------------------------------------------------------------------------------------------------------
+
+
+def _margin(run: Run) -> float:
+    """Two standard errors of an accuracy, in points: smaller differences may be chance.
+
+    The queries are the same in all probes. If about half of what one gets right is shared (a correlation of 0.5), the
+    difference of two accuracies has the standard error of one.
+    """
+    most = run.settings.get("probes.max_queries")
+    num_queries = run.num_queries or (most if isinstance(most, int) and most > 0 else _DEFAULT_QUERIES)
+    share = min(0.95, max(0.05, run.last.knn_top1 / 100))  # at 0 or 100 % the formula would claim certainty
+    return 200 * math.sqrt(share * (1 - share) / num_queries)
+
+
+def _is_rising(run: Run) -> bool:
+    """Whether the line through the last third of the probes rises by more than a standard error over that time.
+
+    One standard error, not two: a line through several probes is surer than the difference of two.
+    """
+    recent = _recent(run.probes)
+    if len(recent) < _LEAST_RECENT or recent[-1].epoch == recent[0].epoch:
+        return False
+    fit = statistics.linear_regression([probe.epoch for probe in recent], [probe.knn_top1 for probe in recent])
+    return fit.slope * (recent[-1].epoch - recent[0].epoch) > _margin(run) / 2
+
+
+def _recent(probes: Sequence[KnnPoint]) -> Sequence[KnnPoint]:
+    """The last third of the probes in training, at least three of them; the untrained network does not count."""
+    trained = probes[1:]
+    return trained[-max(_LEAST_RECENT, len(trained) // 3) :]
+
+
+def _collapse_signs(run: Run) -> list[str]:
+    """Signs at the last probe: those of any method, and the method's own, which training wrote as warnings."""
+    last = next(row for row in reversed(run.rows) if _PROBED & row.keys())
+    known = general_collapse_signs(dict(last)) if "effective_rank" in last else []
+    signs = [f"{sign[0].upper()}{sign[1:]}." for sign in known]
+    own = [warning.text for warning in run.warnings if warning.step == last["step"]]
+    return signs or [f"{text[0].upper()}{text[1:]}" for text in own if "may have collapsed" in text]
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def _accuracy_words(run: Run) -> tuple[str, ...]:
+    if len(run.probes) < 2:
+        return ()
+    first, last = run.first.knn_top1, run.last.knn_top1
+    pixels = "" if run.raw_pixel_knn is None else f" Raw pixels reach {run.raw_pixel_knn:.1f} %."
+    queries = "" if run.num_queries is None else f" on {run.num_queries:,} images"
+    return (
+        f"k-NN accuracy: {first:.1f} % with random weights, {last:.1f} % now ({last - first:+.1f} points).{pixels} "
+        f"Differences below {_margin(run):.1f} points may be chance{queries}.",
+    )
+
+
+def _best_words(run: Run) -> tuple[str, ...]:
+    """A comment if the last probe is not the best one."""
+    best = run.best
+    if run.is_best_untrained:
+        return (
+            f"The best probe is the first, {best.knn_top1:.1f} % before training: training made the features worse.",
+        )
+    if best.knn_top1 - run.last.knn_top1 > _margin(run):
+        return (f"It was better before: {best.knn_top1:.1f} % at {run.place_of(best)}.",)
+    return ()
+
+
+# ---- the next command ------------------------------------------------------------------------------------------------
+
+
+def _train_on(run: Run) -> NextStep:
+    """Continue the run if it can be continued, else a longer one in a new folder: schedules depend on the length."""
+    recipe, folder = run.folder / "recipe.yaml", run.folder
+    if not run.finished:
+        command = _command(*run.launcher, "pretrain", "--recipe", recipe, "--output", folder)
+        return NextStep("continue it, unless it is running", command)
+    if not run.has_all_epochs:
+        options = ("--trainer.max_steps", "None")
+        command = _command(*run.launcher, "pretrain", "--recipe", recipe, "--output", folder, *options)
+        return NextStep("train to the end of the schedule", command)
+    options = ("--trainer.epochs", str(2 * run.num_epochs))
+    command = _command(*run.launcher, "pretrain", "--recipe", recipe, "--output", f"{folder}-longer", *options)
+    return NextStep("train longer, in a new folder", command)
+
+
+def _look_at_curves(run: Run) -> NextStep:
+    return NextStep(
+        "look at the curves", _command("massl", "report", run.folder, "--output", run.folder / "report.html")
+    )
+
+
+def _source(run: Run) -> str:
+    return str(run.settings["data.source"])
+
+
+def _command(*words: object) -> str:
+    return shlex.join(map(str, words))
