@@ -1,12 +1,14 @@
 """The pictures of a report, as a reader meets them: with a mouse, a finger, the keyboard, on a phone and on paper."""
 
 import base64
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from massl.commands.report.command import report
 
@@ -216,9 +218,7 @@ def test_one_selector_changes_the_run_of_all_pictures(opened: Any) -> None:
 
 
 def test_pictures_are_there_and_not_blank(opened: Any) -> None:
-    sizes = opened.run(
-        "return [...document.querySelectorAll('.fig-panels img, .fig-sprite')].map((image) => image.naturalWidth)"
-    )
+    sizes = opened.run("return [...document.querySelectorAll('.fig-panels img')].map((image) => image.naturalWidth)")
     assert len(sizes) > 40
     assert min(sizes) > 0
     dot = lonely(dots(opened))[0]
@@ -277,3 +277,49 @@ def test_without_a_script_all_maps_are_there(browser: Any, page: Path) -> None:
         ] == [True, True]
     finally:
         browser.driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+@pytest.fixture(scope="module")
+def unlabelled(write_run: Callable[..., Path], images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unlabelled")
+    np.savez(folder / "images.npz", images=np.load(images)["images"])
+    run = write_run(folder / "run", {"data.source": str(folder / "images.npz")})
+    return report([run], output=folder / "report.html").file
+
+
+def test_without_labels_the_map_shows_images_and_pointing_at_one_enlarges_it(browser: Any, unlabelled: Path) -> None:
+    browser.open(unlabelled)
+    browser.run(f"document.querySelector('{MAP}').scrollIntoView()")
+    shown = browser.run(
+        """
+        const map = document.querySelector(arguments[0]);
+        const facts = JSON.parse(map.querySelector('.fig-facts').textContent);
+        return [...map.querySelectorAll('.fig-thumbnail')].map((one, place) => {
+          const box = one.getBoundingClientRect();
+          return {x: box.left, y: box.top, side: box.width, key: facts.keys[facts.thumbnails[place]]};
+        });
+        """,
+        MAP,
+    )
+    assert len(shown) > 10
+    picture = Image.open(io.BytesIO(browser.driver.get_screenshot_as_png())).convert("RGB")
+    stored = np.load(unlabelled.parent / "images.npz")["images"].astype(float)
+    for one in shown[:5]:
+        box = (one["x"], one["y"], one["x"] + one["side"], one["y"] + one["side"])
+        small = np.asarray(picture.crop([round(edge) for edge in box]).resize((16, 16))).astype(float)
+        distances = np.abs(stored - small).mean(axis=(1, 2, 3))
+        assert distances[int(one["key"].rpartition("/")[2])] <= np.sort(distances)[2]  # drawn at 32 px: nearly the best
+        point_at(browser, {"x": one["x"] + 2, "y": one["y"] + 2})  # its corner
+        assert said(browser)[-1] == one["key"]
+    assert browser.console_errors() == []
+
+
+def test_without_labels_nothing_is_said_of_classes(browser: Any, unlabelled: Path) -> None:
+    browser.open(unlabelled)
+    words = browser.run(
+        "return ['embedding-map', 'neighbours', 'correspondence'].map((id) => document.getElementById(id).innerText)"
+    )
+    alts = browser.run("return [...document.querySelectorAll('#neighbours img')].map((one) => one.alt)")
+    for text in (*words, *alts):
+        assert not [words for words in ("same class", "another class", "of a class", "k-NN", "✓", "✗") if words in text]
+    assert browser.run("return document.querySelectorAll('#neighbours .fig-right, #neighbours .fig-wrong').length") == 0

@@ -281,6 +281,67 @@ def test_raw_pixels_are_a_line_with_a_name(browser: Any, tmp_path: Path, write_r
     assert browser.console_errors() == []
 
 
+@pytest.mark.parametrize("width", [360, 1280])
+def test_no_word_of_a_chart_lies_on_a_curve(
+    browser: Any, tmp_path: Path, write_run: Callable[..., Path], width: int
+) -> None:
+    """Raw pixels on a level with the end of the curve: their name once lay upon it."""
+    run = write_run(tmp_path / "run", has_backbone=False)
+    (run / "baseline.json").write_text('{"raw_pixel_knn": 69.0}')
+    browser.open(report([run], output=tmp_path / "r.html", figures=False).file, width=width)
+    collisions = browser.run(
+        """
+        const found = [];
+        for (const svg of document.querySelectorAll('.chart > svg')) {
+          if (!svg.getClientRects().length) continue;
+          for (const word of svg.querySelectorAll('text')) {
+            const box = word.getBBox();
+            for (const line of svg.querySelectorAll('.series')) {
+              const length = line.getTotalLength();
+              for (let at = 0; at <= length; at += 1) {
+                const point = line.getPointAtLength(at);
+                if (point.x > box.x && point.x < box.x + box.width && point.y > box.y && point.y < box.y + box.height) {
+                  found.push(word.textContent);
+                  break;
+                }
+              }
+            }
+          }
+        }
+        return found;
+        """
+    )
+    assert collisions == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_buttons_show_which_is_on(browser: Any, page: Path, dark: bool) -> None:
+    """By more than a shade: 3 : 1 between the grounds of on and off, or a line through what is off."""
+    browser.open(page, dark=dark)
+    browser.press(".legend button")
+    browser.press("[data-do=wrong]")
+    for on, off in (
+        ("[data-axis][aria-pressed=true]", "[data-axis][aria-pressed=false]"),
+        ("[data-do=wrong][aria-pressed=true]", ".copy"),
+        (".legend button[aria-pressed=true]", ".legend button[aria-pressed=false]"),
+    ):
+        grounds, words = browser.run(LOOKS, on, off)
+        assert grounds >= 3.0 or words == ["none", "line-through"], on
+
+
+LOOKS = """
+const channel = value => { value /= 255; return value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4; };
+const light = ([red, green, blue]) => 0.2126 * channel(red) + 0.7152 * channel(green) + 0.0722 * channel(blue);
+const card = getComputedStyle(document.querySelector('.chart')).backgroundColor;
+const both = [...arguments].map(selector => getComputedStyle(document.querySelector(selector)));
+const [one, other] = both.map(style => {
+  const colour = style.backgroundColor.match(/[\\d.]+/g).map(Number);
+  return light(colour[3] === 0 ? card.match(/[\\d.]+/g).map(Number) : colour);
+});
+return [(Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05), both.map(style => style.textDecorationLine)];
+"""
+
+
 CONTRASTS = """
 const channel = value => { value /= 255; return value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4; };
 const light = ([red, green, blue]) => 0.2126 * channel(red) + 0.7152 * channel(green) + 0.0722 * channel(blue);

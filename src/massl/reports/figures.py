@@ -5,6 +5,9 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+
+from massl.reports.fonts import font_for
 
 INK, FAINT = "#282828", "#969696"  # as in pictures/
 TEXT_POINTS, SMALL_POINTS = 9.0, 7.5
@@ -20,6 +23,12 @@ def style_axes(axes: Axes, label: str, *, tick_points: float) -> None:
         axes.spines[side].set_visible(False)
     for side in ("left", "bottom"):
         axes.spines[side].set_color(FAINT)
+
+
+def font_of(text: str, points: float) -> FontProperties:
+    """A font of this size that can show the text."""
+    file = font_for(text)
+    return FontProperties(size=points) if file is None else FontProperties(fname=str(file), size=points)
 
 
 def save_figure(figure: Figure, stem: Path) -> tuple[Path, Path]:

@@ -11,14 +11,14 @@ from massl import distributed, keyed_random
 from massl.config import RecipeError, Settings
 from massl.data.loading.cache import ImageCache
 from massl.data.loading.gpu_decode import jpeg_decoder
-from massl.data.loading.loader import Loader
+from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.settings import DataSettings
 from massl.data.sources import ImageSource, open_source
-from massl.data.views import ViewSettings
+from massl.data.views import ViewSettings, make_views
 from massl.methods.base import Method, StepHyper
-from massl.ops.image_ops import RaggedImages, centre_view, normalise
+from massl.ops.image_ops import centre_view, normalise
 from massl.ops.scoring.feature_health import effective_rank
-from massl.ops.scoring.neighbours import knn_accuracy, knn_accuracy_among_others
+from massl.ops.scoring.neighbours import knn_accuracy, knn_accuracy_among_others, own_image_found
 
 _CHUNK_PIXELS = 256 * 224 * 224  # of the images that go through the backbone at once
 _RAW_PIXEL_SIDE = 32
@@ -98,26 +98,44 @@ class Probe:
             database_order = query_order[num_queries:]
         return _Subset(database, database_order[: self.settings.max_database]), query_subset
 
+    @property
+    def num_queries(self) -> int:
+        return len(self._queries.indices)
+
     @torch.no_grad()
     def measure(self, method: Method, hyper: StepHyper) -> dict[str, float]:
-        """k-NN accuracy (if labels exist), effective rank and the method's health metrics, in float32."""
+        """k-NN accuracy (if labels exist), measures without labels and the method's health metrics, in float32."""
         backbone = method.backbone_to_evaluate()
         was_training = backbone.training
         backbone.eval()
 
-        def features_of(images: RaggedImages) -> Tensor:
-            views = centre_view(images, size=self.views.global_size, crop_ratio=self.settings.crop_ratio)
+        def features_of(batch: ImageBatch) -> Tensor:
+            views = centre_view(batch.images, size=self.views.global_size, crop_ratio=self.settings.crop_ratio)
             return backbone(normalise(views, self.views.mean, self.views.std)).pooled.float()  # type: ignore[no-any-return]
 
-        query_features, query_labels = self._extract(self._queries, features_of)
+        def features_of_both(batch: ImageBatch) -> Tensor:  # -> [B, 2 * D]
+            return torch.cat([features_of(batch), backbone(self._other_views(batch)).pooled.float()], dim=1)
+
+        both, query_labels = self._extract(self._queries, features_of_both)
+        query_features, other_features = (part.contiguous() for part in both.chunk(2, dim=1))
         if not bool(query_features.isfinite().all()):
             raise NonFiniteFeatures("the teacher's features are not finite")
         metrics = {"effective_rank": effective_rank(query_features), **method.health(query_features, hyper)}
+        metrics["other_view_top1"] = own_image_found(other_features, query_features)
         if self._database is not None:
             database_features, database_labels = self._extract(self._database, features_of)
             metrics["knn_top1"] = self._knn(query_features, query_labels, database_features, database_labels)
         backbone.train(was_training)
         return metrics
+
+    def _other_views(self, batch: ImageBatch) -> Tensor:  # -> [B, 3, S, S]
+        """A random crop of each image in changed colours, the same at every probe, whatever the method's own views."""
+        size, mean, std = self.views.global_size, self.views.mean, self.views.std
+        settings = ViewSettings(
+            num_global=1, num_local=0, global_size=size, first_global_blur_probability=0.1, mean=mean, std=std
+        )
+        # epoch -1: other crops than those of training
+        return make_views(batch.images, batch.indices, settings, seed=self._seed, epoch=-1).global_views[0]
 
     @torch.no_grad()
     def raw_pixel_knn(self) -> float | None:
@@ -125,8 +143,8 @@ class Probe:
         if self._database is None:
             return None
 
-        def pixels_of(images: RaggedImages) -> Tensor:
-            return centre_view(images, size=_RAW_PIXEL_SIDE, crop_ratio=self.settings.crop_ratio).flatten(1)
+        def pixels_of(batch: ImageBatch) -> Tensor:
+            return centre_view(batch.images, size=_RAW_PIXEL_SIDE, crop_ratio=self.settings.crop_ratio).flatten(1)
 
         return self._knn(*self._extract(self._queries, pixels_of), *self._extract(self._database, pixels_of))
 
@@ -143,7 +161,7 @@ class Probe:
             *rows, query_indices, row_indices, num_neighbours=num_neighbours, temperature=temperature
         )
 
-    def _extract(self, subset: _Subset, features_of: Callable[[RaggedImages], Tensor]) -> tuple[Tensor, Tensor]:
+    def _extract(self, subset: _Subset, features_of: Callable[[ImageBatch], Tensor]) -> tuple[Tensor, Tensor]:
         """Features [N, D] and labels [N] of a subset; each rank computes its share, then they are gathered."""
         num_images, world_size = len(subset.indices), distributed.world_size()
         share = -(-num_images // world_size)
@@ -165,7 +183,7 @@ class Probe:
         try:
             for chunk in range(len(chunks)):
                 batch = loader.at(chunk)
-                features.append(features_of(batch.to(self._device).images))
+                features.append(features_of(batch.to(self._device)))
                 labels.append(batch.labels.to(self._device))
         finally:
             loader.close()

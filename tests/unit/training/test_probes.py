@@ -79,8 +79,18 @@ def test_with_labels_the_probe_scores_nearest_neighbours_and_without_it_does_not
     labelled = probe(coloured(30, labels=[i % 3 for i in range(30)])).measure(Still(), HYPER)
     assert labelled["knn_top1"] == 100.0  # colours are told apart
     unlabelled = probe(coloured(30, labels=None)).measure(Still(), HYPER)
-    assert unlabelled.keys() == {"effective_rank", "num_shown"}
+    assert unlabelled.keys() == {"effective_rank", "num_shown", "other_view_top1"}
     assert unlabelled["effective_rank"] == pytest.approx(3.0, abs=0.01)
+
+
+def test_a_crop_in_other_colours_finds_its_image_and_equal_features_find_it_by_chance() -> None:
+    method = Still()
+    for labels in (None, [0, 1, 2]):  # red, green, blue: told apart unless the crop is made grey
+        source = coloured(3, labels=labels)
+        found = [probe(source, max_queries=3).measure(method, HYPER)["other_view_top1"] for _ in range(2)]
+        assert found[0] == found[1] >= 66.0
+    method.backbone_to_evaluate().model.collapsed = True
+    assert probe(coloured(40, labels=None)).measure(method, HYPER)["other_view_top1"] == 2.5
 
 
 def test_wrong_labels_lower_the_score() -> None:

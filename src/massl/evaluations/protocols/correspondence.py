@@ -166,7 +166,7 @@ def open_points_model(extractor: Extractor, name: str) -> LoadedModel:
 def pair_pictures(
     batch: PairBatch, *, model: LoadedModel, points_model: LoadedModel, num_points: int, gap: int = 0
 ) -> list[Tensor]:  # -> uint8 [zoom * S, 2 * zoom * S + gap, 3] each
-    """Both views of each pair side by side; red lines join the most attended patches of the first to their matches."""
+    """Both views of each pair side by side; lines join the most attended patches of the first to their matches."""
     size = batch.first.shape[2]
     patch = require_patches(points_model.backbone, purpose="choosing points")
     whole_patches(size, patch, option=f"{points_model.name}, which chooses the drawn patches, would see views of")

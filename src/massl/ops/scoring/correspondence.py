@@ -12,6 +12,19 @@ from torch import Tensor
 from torch.nn.functional import interpolate, normalize
 
 _CHUNK_SIMILARITIES = 1 << 26  # held at once while matching: 256 MiB in float32
+_SMOOTHING = 3  # lines are drawn so many times larger and then reduced
+_HEIGHT_PER_LINE = 90  # height of a picture / width of a line
+_LINE_EDGE = (16, 16, 16)
+_LINE_COLOURS = (  # bright, so that all stand out from the dark edge
+    (255, 225, 25),
+    (60, 200, 255),
+    (255, 110, 110),
+    (110, 235, 110),
+    (255, 160, 40),
+    (255, 150, 235),
+    (255, 255, 255),
+    (185, 165, 255),
+)
 
 
 class PatchCentres(NamedTuple):
@@ -110,19 +123,27 @@ def most_attended(
 def match_picture(
     first: Tensor, second: Tensor, points: Tensor, matches: Tensor, *, patch: int, zoom: int = 1, gap: int = 0
 ) -> Tensor:  # uint8 [H, W, 3] twice, [n], [n] -> uint8 [zoom * H, 2 * zoom * W + gap, 3]
-    """Two pictures side by side, with a thin red line from each of the `points` (patches of the first) to its match.
+    """Two pictures side by side, with a line from each of the `points` (patches of the first) to its match.
 
-    Published figures have no `gap`; a white one helps where both pictures are dark.
+    Published figures have thin red lines and no `gap`. Here neighbouring lines differ in colour, and each has a dark
+    edge, so that it can be followed on any picture.
     """
     height, width = zoom * first.shape[0], zoom * first.shape[1]
     pair = Image.new("RGB", (2 * width + gap, height), (255, 255, 255))
     for picture, left in ((first, 0), (second, width + gap)):
         pair.paste(Image.fromarray(picture.cpu().numpy()).resize((width, height), Image.Resampling.BICUBIC), (left, 0))
-    draw, side = ImageDraw.Draw(pair), zoom * patch
-    grid = width // side
-    for point, match in zip(points.tolist(), matches.tolist(), strict=True):
-        (x, y), (match_x, match_y) = (
-            (side * (number % grid + 0.5), side * (number // grid + 0.5)) for number in (point, match)
-        )
-        draw.line((x, y, width + gap + match_x, match_y), fill=(255, 0, 0), width=1)
+    lines = Image.new("RGBA", (_SMOOTHING * pair.width, _SMOOTHING * height))  # reduced at the end: smooth edges
+    draw, side = ImageDraw.Draw(lines), _SMOOTHING * zoom * patch
+    grid, right = _SMOOTHING * width // side, _SMOOTHING * (width + gap)
+    thick = _SMOOTHING * max(2.0, height / _HEIGHT_PER_LINE)
+    joined = zip(points.tolist(), matches.tolist(), strict=True)
+    for number, (point, match) in enumerate(joined):
+        (x, y), (match_x, match_y) = ((side * (at % grid + 0.5), side * (at // grid + 0.5)) for at in (point, match))
+        ends = (x, y), (right + match_x, match_y)
+        for colour, extra in ((_LINE_EDGE, 2 * _SMOOTHING), (_LINE_COLOURS[number % len(_LINE_COLOURS)], 0)):
+            draw.line(ends, fill=colour, width=round(thick + extra))
+            for end in ends:
+                draw.circle(end, 1.3 * thick + extra / 2, fill=colour)
+    lines = lines.resize(pair.size, Image.Resampling.BOX)
+    pair.paste(lines, mask=lines)
     return torch.from_numpy(np.array(pair))

@@ -68,6 +68,12 @@ def knn_accuracy_among_others(
     return _vote_accuracy(similarities, rows, query_labels, database_labels, temperature=temperature)
 
 
+def own_image_found(views: Tensor, images: Tensor) -> float:  # [N, D], [N, D] -> percent
+    """How often a view of an image is nearest to that image among all; by chance 100 / N, also for equal features."""
+    nearest = cosine_topk(views, images, num_neighbours=1)[1].squeeze(1)
+    return 100.0 * float((nearest == torch.arange(len(images), device=nearest.device)).double().mean())
+
+
 def _vote_accuracy(
     similarities: Tensor, indices: Tensor, query_labels: Tensor, database_labels: Tensor, *, temperature: float
 ) -> float:

@@ -2,12 +2,14 @@
 
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from massl.reports.comparison.tables import cautions, device_word, shared_by
-from massl.reports.figures import INK, SMALL_POINTS, TEXT_POINTS, style_axes
+from massl.reports.figures import INK, SMALL_POINTS, TEXT_POINTS, font_of, style_axes
+from massl.reports.fonts import drawable
 from massl.reports.runs import PROBE_METRICS, Run
 
 # One for each method: the colour-blind safe palette of Okabe and Ito, with a dark red for yellow, which is hardly seen
@@ -61,11 +63,13 @@ def comparison_figure(runs: Sequence[Run]) -> Figure:
         style_axes(axes, label, tick_points=TEXT_POINTS - 0.5)
     by_cost.set_ylabel(_TITLES[metric], color=INK, fontsize=TEXT_POINTS)
     _write_labels(by_epoch, runs, metric, step=_LABEL_STEP / growth)
-    figure.suptitle(shared_by(runs), x=0.01, ha="left", fontsize=TEXT_POINTS + 1, color=INK, parse_math=False)
+    title = shared_by(runs)
+    look: dict[str, Any] = {"x": 0.01, "ha": "left", "color": INK, "parse_math": False}
+    figure.suptitle(drawable(title), fontproperties=font_of(title, TEXT_POINTS + 1), **look)
     sentences = [*cautions(runs), *([f"not drawn, without this metric: {', '.join(missing)}"] if missing else [])]
     remarks = "\n".join(line for sentence in sentences for line in textwrap.wrap(sentence, width=150))
     if remarks:
-        figure.supxlabel(remarks, x=0.01, ha="left", fontsize=SMALL_POINTS, color=INK, parse_math=False)
+        figure.supxlabel(drawable(remarks), fontproperties=font_of(remarks, SMALL_POINTS), **look)
     return figure
 
 
@@ -90,13 +94,13 @@ def _write_labels(axes: Axes, runs: Sequence[Run], metric: str, *, step: float) 
     places = spread([(end.value - low) / (high - low) for _, _, end in ends], step=step)
     for (number, label, end), place in zip(ends, places, strict=True):
         axes.annotate(
-            f"{_shortened(label)}  {end.value:.1f}",
+            f"{drawable(_shortened(label))}  {end.value:.1f}",
             xy=(end.epoch, end.value),
             xytext=(1.06, place),
             textcoords="axes fraction",
             va="center",
             color=INK,
-            fontsize=TEXT_POINTS,
+            fontproperties=font_of(label, TEXT_POINTS),
             annotation_clip=False,
             parse_math=False,
             arrowprops={

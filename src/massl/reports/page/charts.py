@@ -10,6 +10,7 @@ from massl.reports.page.templates import rendered
 
 WIDTH, HEIGHT = 520, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 10, 40  # margins of the plot: numbers to its left, numbers and a title below it
+_LEVEL_ROW = 20  # above the plot: the level's name, where no curve can pass through it
 _MOST_TICKS = 5
 _LEAST_SPAN = 1e-290  # a smaller one cannot be divided into ticks
 _DASHES = ("", "6 4", "2 4")  # of the first six runs, of the next six with the same colours, and of all others
@@ -20,6 +21,7 @@ def static_chart(chart: Chart, *, axis: Axis, axis_title: str) -> Markup:
     points = [point for one in chart.series for point in one.points]
     across = (0.0, max(_place(point, axis) for point in points) or 1.0)
     level = chart.level
+    top = _TOP if level is None else _TOP + _LEVEL_ROW
     values = [point.value for point in points] + ([] if level is None else [level.value])
     x_ticks, y_ticks = ticks(*across), ticks(min(values), max(values))
     up = (min(y_ticks[0], *values), max(y_ticks[-1], *values))
@@ -28,7 +30,7 @@ def static_chart(chart: Chart, *, axis: Axis, axis_title: str) -> Markup:
         return _scaled(place, across, (_LEFT, WIDTH - _RIGHT))
 
     def above(value: float) -> float:
-        return _scaled(value, up, (HEIGHT - _BOTTOM, _TOP))
+        return _scaled(value, up, (HEIGHT - _BOTTOM, top))
 
     drawing = {
         "width": WIDTH,

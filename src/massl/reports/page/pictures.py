@@ -3,12 +3,12 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from markupsafe import Markup
 
 from massl.reports.page.templates import rendered
-from massl.reports.pictures.embedding_map import WIDTH, Positions, class_groups, height_of
+from massl.reports.pictures.embedding_map import THUMBNAIL, WIDTH, Positions, class_groups, height_of, with_room
 from massl.reports.pictures.sprites import SpriteSheet
 
 Mark = Literal["", "right", "wrong"]
@@ -35,7 +35,7 @@ class PagePicture:
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingMap:
-    """Images as dots, and what is shown of the one the reader points at."""
+    """Images as dots, without labels as thumbnails where there is room, and what is shown of the one pointed at."""
 
     positions: Positions  # [N, 2]
     labels: tuple[int, ...]  # empty without class names
@@ -62,7 +62,7 @@ def map_markup(drawn: EmbeddingMap, *, title: str) -> Markup:
     groups = class_groups(drawn.labels or (0,) * len(drawn.keys), drawn.class_names)
     wrong = [label != guess for label, guess in zip(drawn.labels, drawn.predictions, strict=True)]
     is_wrong = wrong or [False] * len(drawn.keys)
-    facts = {
+    facts: dict[str, Any] = {
         "order": [number for group in groups for number in group.images],
         "keys": drawn.keys,
         "labels": drawn.labels,
@@ -71,6 +71,8 @@ def map_markup(drawn: EmbeddingMap, *, title: str) -> Markup:
         "side": drawn.sprites.side,
         "columns": drawn.sprites.num_columns,
         "sprite": _sprite_id(drawn.sprites),
+        "thumbnail": THUMBNAIL,
+        "thumbnails": [] if drawn.labels else with_room(drawn.positions),
     }
     legend = []
     for group in groups:
@@ -92,8 +94,18 @@ def map_markup(drawn: EmbeddingMap, *, title: str) -> Markup:
         "height": height_of(drawn.positions),
         "has_labels": bool(drawn.labels),
         "num_wrong": sum(is_wrong),
+        "thumbnail": THUMBNAIL,
+        "thumbnails": [_thumbnail(drawn, number) for number in facts["thumbnails"]],
     }
     return rendered("figures_map.html.j2", values)
+
+
+def _thumbnail(drawn: EmbeddingMap, number: int) -> tuple[int, int, str]:
+    """Left and top in the drawing, and the part of the sheet that shows the image."""
+    sprites, (x, y) = drawn.sprites, drawn.positions[number].tolist()
+    row, column = divmod(number, sprites.num_columns)
+    part = f"{column * sprites.side} {row * sprites.side} {sprites.side} {sprites.side}"
+    return x - THUMBNAIL // 2, y - THUMBNAIL // 2, part
 
 
 def _sprite_id(sprites: SpriteSheet) -> str:
@@ -103,7 +115,7 @@ def _sprite_id(sprites: SpriteSheet) -> str:
 
 def sprites_markup(sheets: Sequence[SpriteSheet]) -> Markup:
     """The pictures of all maps of a section, each sheet once, and the shapes of the dots."""
-    sprites = {_sprite_id(sheet): sheet.uri for sheet in sheets}
+    sprites = {_sprite_id(sheet): sheet for sheet in sheets}
     return rendered("figures_sprites.html.j2", {"sprites": sprites, "shapes": SHAPES})
 
 

@@ -17,6 +17,7 @@ WIDTH = 1000  # units of the drawing from left to right
 MAX_CLASSES = 12  # with their own colour; of more, the 11 most frequent and one grey for the others
 _LOWEST = 300  # units of the drawing from top to bottom at least
 _MARGIN = 20  # units of the drawing around the outermost dots
+THUMBNAIL = 46  # units of the drawing: side of an image that is drawn in place of its dot
 _PRINCIPAL_COMPONENTS = 50  # kept before t-SNE, as van der Maaten and Hinton (2008) advise
 _PERPLEXITY = 30.0  # neighbours that t-SNE keeps together; a third of the images if there are few
 
@@ -72,6 +73,15 @@ def _scaled(points: NDArray[np.float64]) -> Positions:  # [N, 2] -> [N, 2]
 def height_of(positions: Positions) -> int:  # [N, 2]
     """Units of the drawing from top to bottom."""
     return max(_LOWEST, int(positions[:, 1].max()) + _MARGIN)
+
+
+def with_room(positions: Positions) -> list[int]:  # [N, 2]
+    """Numbers of images whose thumbnails can be drawn without hiding each other, the first images first."""
+    chosen: list[int] = []
+    for number, place in enumerate(positions):
+        if not chosen or int(np.abs(positions[chosen] - place).max(axis=1).min()) >= THUMBNAIL:
+            chosen.append(number)
+    return chosen
 
 
 def class_groups(labels: Sequence[int], class_names: tuple[str, ...] | None) -> list[MapGroup]:

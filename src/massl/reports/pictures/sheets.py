@@ -7,6 +7,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from massl.data.sources.base import Pixels
+from massl.reports.fonts import drawable, font_for
 
 Colour = tuple[int, int, int]
 
@@ -60,13 +61,13 @@ def sheet(
 ) -> Image.Image:
     """Tiles of at most box = (width, height) pixels; `rule_after_first` draws a line after the first column."""
     text_size = max(_TEXT_SIZE, box[1] // 20)
-    text, title_font = ImageFont.load_default(text_size), ImageFont.load_default(round(_TITLE_SCALE * text_size))
+    title_font = _font(title, round(_TITLE_SCALE * text_size))
     line, title_line = round(_LINE_SPACING * text_size), round(_LINE_SPACING * _TITLE_SCALE * text_size)
     num_columns = max(len(headings), *(len(row) for row in rows))
     extra = 2 * _GAP if rule_after_first else 0
     lefts = [_MARGIN + number * (box[0] + _GAP) + (extra if number else 0) for number in range(num_columns)]
     width = lefts[-1] + box[0] + _MARGIN
-    title_lines = _wrapped(title, title_font, width - 2 * _MARGIN)
+    title_lines = _wrapped(drawable(title), title_font, width - 2 * _MARGIN)
     first_top = _MARGIN + len(title_lines) * title_line + (_GAP if title_lines else 0)
     tops = [first_top + (line if headings else 0)]
     for row in rows:
@@ -77,10 +78,10 @@ def sheet(
     for number, words in enumerate(title_lines):
         draw.text((_MARGIN, _MARGIN + number * title_line), words, fill=_INK, font=title_font)
     for left, heading in zip(lefts, headings, strict=False):
-        _write_centred(draw, heading, (left, first_top), box[0], text)
+        _write_centred(draw, heading, (left, first_top), box[0], text_size)
     for top, row in zip(tops, rows, strict=False):
         for left, tile in zip(lefts, row, strict=False):
-            _place(canvas, draw, tile, (left, top), box, font=text, line=line)
+            _place(canvas, draw, tile, (left, top), box, text_size=text_size, line=line)
     if rule_after_first:
         x = lefts[0] + box[0] + (extra + _GAP) // 2
         draw.line((x, first_top, x, tops[-1] - _GAP), fill=GREY, width=1)
@@ -88,7 +89,14 @@ def sheet(
 
 
 def _place(
-    canvas: Image.Image, draw: Any, tile: Tile, corner: tuple[int, int], box: tuple[int, int], *, font: Font, line: int
+    canvas: Image.Image,
+    draw: Any,
+    tile: Tile,
+    corner: tuple[int, int],
+    box: tuple[int, int],
+    *,
+    text_size: int,
+    line: int,
 ) -> None:
     """A tile with its captions, centred in its box."""
     left, top = corner
@@ -100,11 +108,18 @@ def _place(
         draw.rectangle(corners, outline=tile.frame, width=_FRAME)
     canvas.paste(picture, (x, y))
     for number, caption in enumerate(tile.captions):
-        _write_centred(draw, caption, (left, top + box[1] + _GAP // 2 + number * line), box[0], font)
+        _write_centred(draw, caption, (left, top + box[1] + _GAP // 2 + number * line), box[0], text_size)
 
 
-def _write_centred(draw: Any, line: str, corner: tuple[int, int], width: int, font: Font) -> None:
-    short = _shortened(line, font, width)
+def _font(text: str, size: int) -> Font:
+    """A font that can show the text."""
+    file = font_for(text)
+    return ImageFont.load_default(size) if file is None else ImageFont.truetype(file, size)
+
+
+def _write_centred(draw: Any, line: str, corner: tuple[int, int], width: int, text_size: int) -> None:
+    font = _font(line, text_size)
+    short = _shortened(drawable(line), font, width)
     draw.text((corner[0] + (width - font.getlength(short)) / 2, corner[1]), short, fill=_INK, font=font)
 
 

@@ -23,6 +23,7 @@ class SpriteSheet:
     uri: str
     side: int  # pixels of a thumbnail
     num_columns: int
+    num_rows: int
 
 
 def photo_uri(picture: Pixels, *, max_side: int) -> str:  # [H, W, 3]
@@ -46,7 +47,8 @@ def sprite_sheet(thumbnails: Pixels, *, max_bytes: int) -> SpriteSheet:  # [N, S
     for side, quality in itertools.product(sides, _QUALITIES):
         uri = _uri(_joined(thumbnails, num_columns=num_columns, side=side), "WEBP", quality=quality)
         if len(uri) <= max_bytes:
-            return SpriteSheet(uri=uri, side=side, num_columns=num_columns)
+            num_rows = -(-len(thumbnails) // num_columns)
+            return SpriteSheet(uri=uri, side=side, num_columns=num_columns, num_rows=num_rows)
     raise ValueError(
         f"{len(thumbnails)} thumbnails do not fit {max_bytes} bytes even at {_SMALLEST_SIDE} px; show fewer"
     )

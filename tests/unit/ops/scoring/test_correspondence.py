@@ -187,19 +187,40 @@ def test_a_finer_attention_grid_gives_its_nearest_values() -> None:
     assert most_attended(fine, grid=2, num_points=1)[0].tolist() == [1]
 
 
+def luminance(pixels: Tensor) -> Tensor:  # [..., 3] -> [...]
+    levels = pixels.double() / 255
+    linear = torch.where(levels <= 0.04045, levels / 12.92, ((levels + 0.055) / 1.055) ** 2.4)
+    return linear @ torch.tensor([0.2126, 0.7152, 0.0722], dtype=torch.float64)
+
+
 @pytest.mark.parametrize("zoom", [1, 3])
-def test_a_red_line_joins_the_centres_of_matching_patches(zoom: int) -> None:
-    white = torch.full((32, 32, 3), 255, dtype=torch.uint8)
-    picture = match_picture(white, white, torch.tensor([1]), torch.tensor([14]), patch=8, zoom=zoom)
-    assert picture.shape == (32 * zoom, 64 * zoom, 3)
-    red = (picture == torch.tensor([255, 0, 0], dtype=torch.uint8)).all(dim=2).nonzero()
-    assert ((picture == 255).all(dim=2).sum() + len(red)).item() == picture.shape[0] * picture.shape[1]
-    # Patch 1 of a 4 x 4 grid is centred at x 12, y 4; patch 14 at x 20, y 28, in the right picture.
-    assert red[:, 1].min().item() == 12 * zoom
-    assert red[:, 1].max().item() == (32 + 20) * zoom
-    assert red[:, 0].min().item() == 4 * zoom
-    assert red[:, 0].max().item() == 28 * zoom
-    assert len(red) == 40 * zoom + 1  # one pixel in each column: a line of width 1
+def test_a_line_joins_the_centres_of_matching_patches(zoom: int) -> None:
+    grey = torch.full((64, 64, 3), 128, dtype=torch.uint8)
+    picture = match_picture(grey, grey, torch.tensor([1]), torch.tensor([14]), patch=16, zoom=zoom)
+    assert picture.shape == (64 * zoom, 128 * zoom, 3)
+    changed = (picture != 128).any(dim=2).nonzero()
+    # Patch 1 of a 4 x 4 grid is centred at x 24, y 8; patch 14 at x 40, y 56, in the right picture.
+    reach = 5 * max(1, zoom)
+    for axis, (low, high) in enumerate([(8, 56), (24, 64 + 40)]):
+        assert abs(changed[:, axis].min().item() - low * zoom) <= reach
+        assert abs(changed[:, axis].max().item() - high * zoom) <= reach
+    assert len(set(changed[:, 1].tolist())) >= 80 * zoom  # without a break
+
+
+@pytest.mark.parametrize("level", [0, 60, 128, 200, 255])
+def test_each_line_stands_out_from_any_picture_and_neighbours_differ(level: int) -> None:
+    plain = torch.full((160, 160, 3), level, dtype=torch.uint8)
+    patches = torch.arange(0, 100, 10)[:8]  # the first patch of each row of a 10 x 10 grid
+    picture = match_picture(plain, plain, patches, patches, patch=16)
+    middle = picture[:, 160]  # across all lines
+    background = luminance(plain[0, 0])
+    colours = []
+    for row in range(8, 128, 16):
+        crossing = luminance(middle[row - 6 : row + 6])
+        brighter, darker = torch.maximum(crossing, background), torch.minimum(crossing, background)
+        assert float(((brighter + 0.05) / (darker + 0.05)).max()) >= 3.0
+        colours.append(tuple(middle[row].tolist()))
+    assert len(set(colours)) == 8
 
 
 def test_both_pictures_stand_side_by_side_and_do_not_mix() -> None:
@@ -210,6 +231,5 @@ def test_both_pictures_stand_side_by_side_and_do_not_mix() -> None:
     assert torch.equal(picture[:, 32:], torch.full((32, 32, 3), 255, dtype=torch.uint8))
     apart = match_picture(black, black, torch.tensor([0]), torch.tensor([0]), patch=4, zoom=4, gap=6)
     assert apart.shape == (32, 70, 3)
-    assert apart[0, :, 0].tolist() == [0] * 32 + [255] * 6 + [0] * 32
-    # the line, from one centre to the other
-    assert apart[8, :, 0].tolist() == [0] * 8 + [255] * (32 + 6 + 1) + [0] * 23
+    assert apart[31, :, 0].tolist() == [0] * 32 + [255] * 6 + [0] * 32
+    assert bool((apart[8, 8 : 8 + 38] != 0).any(dim=1).all())  # the line, from one centre to the other

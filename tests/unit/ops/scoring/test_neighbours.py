@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from massl.ops.scoring.neighbours import cosine_topk, knn_accuracy, weighted_vote
+from massl.ops.scoring.neighbours import cosine_topk, knn_accuracy, own_image_found, weighted_vote
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -93,3 +93,11 @@ def test_accuracy_takes_all_rows_when_there_are_fewer_than_asked_for() -> None:
 def test_a_class_that_only_queries_have_counts_as_wrong() -> None:
     database = torch.eye(2)
     assert knn_accuracy(database, torch.tensor([0, 7]), database, torch.tensor([0, 1]), num_neighbours=1) == 50.0
+
+
+def test_views_find_their_images_by_direction_and_equal_features_by_chance() -> None:
+    images = draw(40, 8, seed=3)
+    assert own_image_found(7.0 * images, images) == 100.0
+    moved = torch.cat([images[10:20], images[:10], images[20:]])
+    assert own_image_found(moved, images) == 50.0
+    assert own_image_found(torch.ones(40, 8), torch.ones(40, 8)) == 2.5

@@ -1,3 +1,4 @@
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -11,6 +12,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from massl.methods import METHODS
+from massl.reports import fonts
 from massl.reports.comparison.plots import comparison_figure, spread
 from massl.reports.figures import save_figure
 from massl.reports.run_reader import read_run
@@ -92,6 +94,33 @@ def test_a_run_with_one_probe_is_a_point(run_of: Callable[..., Run], rows: Rows)
     (line,) = comparison_figure([run_of("a", rows=rows[:1])]).axes[0].lines
     assert list(line.get_xdata()) == [0.0]
     assert line.get_marker() == "o"
+
+
+def test_without_labels_the_most_telling_metric_is_drawn_and_runs_without_it_are_named(
+    run_of: Callable[..., Run], rows: Rows
+) -> None:
+    for row in rows:
+        del row["images_per_second"]
+        row |= {"images_per_second": 15.0, "effective_rank": 5.0 + row["step"]}
+        row.pop("knn_top1", None)
+    old = run_of("old", rows=rows)
+    new = run_of("new", rows=[{**row, "other_view_top1": 2.0 * row["step"]} for row in rows])
+    alone = comparison_figure([old])
+    assert list(alone.axes[0].lines[0].get_ydata()) == [5.0, 10.0, 15.0, 20.0, 25.0]
+    assert "rank" in alone.axes[0].get_ylabel()
+    both = comparison_figure([old, new])
+    assert labels_of(both) == ["new  40.0"]
+    assert "other view" in both.axes[0].get_ylabel()
+    assert "not drawn, without this metric: old" in both.get_supxlabel()
+
+
+def test_names_that_no_font_shows_are_escaped(run_of: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fonts, "_system_fonts", lambda: ())
+    figure = comparison_figure([replace(run_of("a"), label="\u72ac-1")])
+    assert labels_of(figure) == ["\\u72ac-1  50.0"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Matplotlib warns of a glyph that it draws as a box
+        figure.draw_without_rendering()
 
 
 def test_png_and_svg_are_written_and_the_svg_is_the_same_each_time(run_of: Callable[..., Run], tmp_path: Path) -> None:

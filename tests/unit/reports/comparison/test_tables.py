@@ -261,3 +261,66 @@ def test_a_run_in_json_holds_its_curve_settings_and_machine(run_of: Callable[...
         None,
         True,
     )
+
+
+def without_labels(rows: Rows, **last: float) -> Rows:
+    """The rows as a run without labels has them."""
+    made = [{key: value for key, value in row.items() if key != "knn_top1"} for row in rows]
+    for number, row in enumerate(made):
+        if "knn_top1" in rows[number]:
+            row |= {"effective_rank": 10.0 + row["step"], "embedding_spread": 0.9}
+    made[-1] |= last
+    return made
+
+
+def test_runs_without_labels_are_compared_by_rank_spread_other_view_and_cost(
+    run_of: Callable[..., Run], rows: Rows
+) -> None:
+    new = run_of("new", rows=without_labels(rows, other_view_top1=61.2))
+    old = run_of("old", {"method.name": "dino"}, rows=without_labels(rows))
+    table = comparison_table([new, old])
+    assert line_of(table, "new") == {
+        "run": "new",
+        "method": "massl",
+        "epochs done": "2/2",
+        "rank start": "10.0",
+        "rank last": "30.0",
+        "spread": "0.900",
+        "other view, %": "61.2",
+        "GPU min": "1.67",
+        "time ×": "1.00",
+        "images a second": "15",
+    }
+    assert line_of(table, "old")["other view, %"] == "–"  # of a version that did not measure it
+    assert "other view, %" not in comparison_table([old]).columns
+    text = comparison_document([new, old], failed={}, command="massl compare", picture="x.png")
+    assert "| new | massl | 2/2 | 10.0 | 30.0 |" in text
+    plain = json.loads(json.dumps(comparison_values([new, old], failed={})))
+    assert plain["runs"][0]["knn_last"] is None
+    assert [point["value"] for point in plain["runs"][0]["effective_rank"]] == [10.0, 20.0, 25.0, 30.0]
+    assert plain["runs"][0]["other_view_top1"] == [
+        {"epoch": 2.0, "gpu_minutes": pytest.approx(100 / 60), "value": 61.2}
+    ]
+
+
+def test_with_and_without_labels_stand_in_one_table(run_of: Callable[..., Run], rows: Rows) -> None:
+    table = comparison_table([run_of("with"), run_of("without", rows=without_labels(rows))])
+    assert line_of(table, "with")["k-NN last"] == "50.0"
+    assert line_of(table, "with")["rank last"] == line_of(table, "without")["k-NN last"] == "–"
+    assert line_of(table, "without")["rank last"] == "30.0"
+    assert not [column for column in table.columns if column.startswith("k-NN at")]  # one run alone has k-NN
+
+
+def test_other_probes_are_a_caution_without_labels_too(run_of: Callable[..., Run], rows: Rows) -> None:
+    runs = [run_of("a", rows=without_labels(rows)), run_of("b", {"trainer.seed": 1}, rows=without_labels(rows)[:-1])]
+    assert cautions(runs) == (
+        "the probe is not measured alike: trainer.seed is 0 (a), 1 (b)",
+        "not finished: b is at epoch 1.5 of 2",
+    )
+
+
+def test_a_run_that_was_best_untrained_is_commented(run_of: Callable[..., Run], rows: Rows) -> None:
+    rows[0]["knn_top1"] = 60.0
+    table = comparison_table([run_of("worse", rows=rows)])
+    assert line_of(table, "worse")["k-NN best (epoch)"] == "60.0 (0)"
+    assert table.footnotes == ("best before training: worse was never better than its untrained network",)

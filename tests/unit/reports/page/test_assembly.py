@@ -135,6 +135,31 @@ def test_without_a_second_probed_run_there_is_no_column_of_equal_cost(
         assert not any("equal cost" in note for note in table.footnotes)
 
 
+def test_a_run_without_labels_is_summed_up_by_what_is_known(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
+    for row in rows:
+        if "knn_top1" in row:
+            del row["knn_top1"]
+            row |= {"effective_rank": 10.0 + row["step"], "feature_spread": 0.75, "other_view_top1": 3.0 * row["step"]}
+    run = run_of(make_run("a", rows=rows))
+    page = page_of([run])
+    assert "<dt>Effective rank</dt><dd>30.0<small>10.0 at the start</small>" in page
+    assert "<dt>Other view found</dt><dd>60.0 %<small>0.0 % at the start</small>" in page
+    assert "<dt>k-NN" not in page
+    table = summary_table([run, run_of(make_run("b", rows=rows))])
+    assert table.columns[:5] == ("run", "other view, %", "effective rank", "spread", "method")
+    assert [cell.text for cell in table.lines[0].cells[:4]] == ["a", "60.0", "30.0", "0.750"]
+
+
+def test_a_run_that_was_best_untrained_is_marked(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
+    rows[0]["knn_top1"] = 60.0
+    run = run_of(make_run("a", rows=rows))
+    table = summary_table([run, run_of(make_run("b"))])
+    assert [line.cells[2].text for line in table.lines] == ["60.0 (untrained)", "55.0"]
+    assert table.lines[0].cells[2].number == 60.0
+    assert any(note.startswith("untrained:") for note in table.footnotes)
+    assert "60.0 %<small>at epoch 0, before training</small>" in page_of([run])
+
+
 def test_a_run_that_max_steps_ended_says_so(make_run: MakeRun, rows: list[dict[str, float]]) -> None:
     rows[1]["knn_top1"] = 46.5
     run = run_of(make_run("a", {"trainer.max_steps": 5}, rows=rows[:2]))

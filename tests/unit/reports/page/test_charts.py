@@ -1,4 +1,5 @@
 import random
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,3 +148,24 @@ def test_a_level_is_drawn_within_the_chart() -> None:
     y = float(svg.partition('class="level"')[2].partition('y1="')[2].partition('"')[0])
     assert 10 < y < 210
     assert ">raw pixels</text>" in svg
+
+
+@pytest.mark.parametrize("values", [[30.0, 90.0], [90.0, 30.0], [30.9, 31.1], [31.0] * 40, [0.0, 100.0, 0.0, 100.0]])
+def test_no_word_of_a_chart_lies_on_its_plot(values: list[float]) -> None:
+    """Curves stay within the plot, so that words outside it never meet one."""
+    chart = Chart(
+        id="x",
+        metric=Metric("k-NN"),
+        series=(Series(run=0, points=tuple(points(values))),),
+        level=Level(31.0, "raw pixels 31.0 %"),
+    )
+    svg = ElementTree.fromstring(str(static_chart(chart, axis="step", axis_title="step")))
+    corners = [tuple(map(float, pair.split(","))) for pair in svg.find("polyline").get("points").split()]  # type: ignore[union-attr]
+    left, right, top, bottom = (edge(corner[place] for corner in corners) for place in (0, 1) for edge in (min, max))
+    (level,) = [line for line in svg.iter("line") if line.get("class") == "level"]
+    top, bottom = min(top, float(level.get("y1", 0))), max(bottom, float(level.get("y1", 0)))
+    for word in svg.iter("text"):
+        x, y, length = float(word.get("x", 0)), float(word.get("y", 0)), 7 * len(word.text or "")  # 11 px letters
+        begin = {"end": x - length, "middle": x - length / 2}.get(word.get("text-anchor", ""), x)
+        is_beside = begin > right + 4 or begin + length < left - 4
+        assert is_beside or y < top - 4 or y - 9 > bottom + 4, word.text

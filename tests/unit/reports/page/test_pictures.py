@@ -29,7 +29,7 @@ MAP = EmbeddingMap(
     predictions=(1, 1, 1, 0),
     class_names=("cat", "dog"),
     keys=("a.png", "b.png", "c.png", "d.png"),
-    sprites=SpriteSheet(uri="data:image/webp;base64,AAAA", side=16, num_columns=2),
+    sprites=SpriteSheet(uri="data:image/webp;base64,AAAA", side=16, num_columns=2, num_rows=2),
 )
 # How colours look without one kind of cones (Machado, Oliveira and Fernandes, 2009), on linear light; rows are red,
 # green, blue.
@@ -108,9 +108,29 @@ def test_every_dot_is_drawn_in_its_group_and_the_wrong_ones_are_outlined() -> No
 
 def test_without_labels_the_map_has_no_legend_and_nothing_is_wrong() -> None:
     markup = map_markup(replace(MAP, labels=(), predictions=(), class_names=None), title="a map")
-    assert markup.count("<use") == 4
+    assert markup.count('<use href="#fig-shape-') == 4
     assert "fig-miss" not in markup
     assert "fig-legend" not in markup
+
+
+def test_without_labels_thumbnails_show_the_images_where_there_is_room() -> None:
+    positions = np.array([[100, 100], [110, 100], [400, 100], [700, 200]])  # the second has no room beside the first
+    drawn = replace(MAP, positions=positions, labels=(), predictions=(), class_names=None)
+    markup = map_markup(drawn, title="a map")
+    facts = facts_of(markup)
+    assert facts["thumbnails"] == [0, 2, 3]
+    found = re.findall(r'<svg class="fig-thumbnail" x="(\d+)" y="(\d+)" width="(\d+)".*?viewBox="([\d ]+)"', markup)
+    half = facts["thumbnail"] // 2
+    assert [(int(x) + half, int(y) + half, part) for x, y, _, part in found] == [
+        (100, 100, "0 0 16 16"),
+        (400, 100, "0 16 16 16"),
+        (700, 200, "16 16 16 16"),
+    ]
+    assert markup.count(f'<use href="#{facts["sprite"]}"/>') == 3
+    assert f'id="{facts["sprite"]}"' in sprites_markup([drawn.sprites])
+    labelled = map_markup(MAP, title="a map")
+    assert facts_of(labelled)["thumbnails"] == []
+    assert "fig-thumbnail" not in labelled
 
 
 def test_names_cannot_break_out_of_the_markup() -> None:

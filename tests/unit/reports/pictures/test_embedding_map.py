@@ -3,7 +3,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from massl.reports.pictures.embedding_map import MAX_CLASSES, WIDTH, MapError, class_groups, height_of, plane_positions
+from massl.reports.pictures.embedding_map import (
+    MAX_CLASSES,
+    THUMBNAIL,
+    WIDTH,
+    MapError,
+    class_groups,
+    height_of,
+    plane_positions,
+    with_room,
+)
 
 
 def clusters(num_images: int, num_classes: int, *, seed: int = 0) -> tuple[Any, Any]:
@@ -70,3 +79,13 @@ def test_images_without_classes_are_one_group() -> None:
     (group,) = class_groups((0, 0, 0), None)
     assert group.images == (0, 1, 2)
     assert group.style == 0
+
+
+def test_thumbnails_do_not_hide_each_other_and_leave_no_room_unused() -> None:
+    positions = np.random.default_rng(0).integers(0, WIDTH, (800, 2))
+    chosen = with_room(positions)
+    gaps = np.abs(positions[chosen][:, None] - positions[chosen][None]).max(axis=2)
+    assert gaps[~np.eye(len(chosen), dtype=bool)].min() >= THUMBNAIL
+    to_nearest = np.abs(positions[:, None] - positions[chosen][None]).max(axis=2).min(axis=1)
+    assert to_nearest.max() < THUMBNAIL  # any further one would hide another
+    assert with_room(positions[:1]) == [0]

@@ -6,6 +6,7 @@
   const AXES = ["step", "epoch", "minutes"]; // the order of numbers in a point; its value comes last
   const MARGIN = { left: 56, right: 14, top: 10, bottom: 40 };
   const HEIGHT = 250;
+  const LEVEL_ROW = 20; // above the plot: the level's name, where no curve can pass through it
   const NUM_COLOURS = 6;
   const LEAST_SPAN = 1e-290; // less cannot be divided into ticks
   const DASHES = ["", "6 4", "2 4"];
@@ -103,7 +104,7 @@
       const end = places.reduce((one, other) => Math.max(one, other), 0) || 1;
       const yTicks = ticks(values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b)), 5);
       const span = { x: [0, end], y: [yTicks[0], yTicks[yTicks.length - 1]] };
-      const edge = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: HEIGHT - MARGIN.bottom };
+      const edge = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top + (level ? LEVEL_ROW : 0), bottom: HEIGHT - MARGIN.bottom };
       this.across = (value) => edge.left + ((value - span.x[0]) / (span.x[1] - span.x[0])) * (edge.right - edge.left);
       this.above = (value) => edge.bottom - ((value - span.y[0]) / (span.y[1] - span.y[0])) * (edge.bottom - edge.top);
       this.width = width;
@@ -126,7 +127,8 @@
       if (level) {
         const y = this.above(level.value);
         svg("line", { class: "level", x1: edge.left, x2: edge.right, y1: y, y2: y }, this.svg);
-        svg("text", { class: "level-name", x: edge.right, y: y - 5, "text-anchor": "end" }, this.svg, level.label);
+        svg("line", { class: "level-sign", x1: edge.left, x2: edge.left + 26, y1: 10, y2: 10 }, this.svg);
+        svg("text", { class: "level-name", x: edge.left + 32, y: 14 }, this.svg, level.label);
       }
       for (const series of this.visible) this.drawSeries(series, place);
       this.over = svg("g", {}, this.svg);

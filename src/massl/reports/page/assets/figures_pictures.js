@@ -59,7 +59,8 @@
     const canvas = card.querySelector("canvas");
     const said = card.querySelector(".fig-said");
     const invitation = said.textContent;
-    const sprite = document.getElementById(facts.sprite);
+    const sprite = new Image();
+    sprite.src = document.getElementById(facts.sprite).getAttribute("href");
     const groups = [...svg.querySelectorAll(".fig-dots")];
     const dots = [...svg.querySelectorAll(".fig-dots use")].map((element, place) => ({
       x: Number(element.getAttribute("x")),
@@ -68,6 +69,8 @@
       isWrong: element.classList.contains("fig-miss"),
       group: element.parentNode,
     }));
+    const drawn = new Set(facts.thumbnails);
+    const thumbnails = dots.filter((dot) => drawn.has(dot.image));
     let chosen = null;
     let latest = 0;
 
@@ -98,6 +101,7 @@
         said.textContent = invitation;
         return;
       }
+      ring.setAttribute("r", drawn.has(dot.image) ? 0.74 * facts.thumbnail : 17);
       ring.setAttribute("cx", dot.x);
       ring.setAttribute("cy", dot.y);
       const key = facts.keys[dot.image];
@@ -112,10 +116,13 @@
       paint(dot.image);
     }
 
+    // The image whose thumbnail is there, else the nearest dot.
     function pointed(event, reachInPixels) {
       const box = svg.getBoundingClientRect();
       const unit = svg.viewBox.baseVal.width / box.width;
-      return nearest(visible(), (event.clientX - box.left) * unit, (event.clientY - box.top) * unit, reachInPixels * unit);
+      const [x, y] = [(event.clientX - box.left) * unit, (event.clientY - box.top) * unit];
+      const isUnder = (dot) => Math.max(Math.abs(dot.x - x), Math.abs(dot.y - y)) <= facts.thumbnail / 2;
+      return thumbnails.find(isUnder) || nearest(visible(), x, y, reachInPixels * unit);
     }
 
     function refresh() {

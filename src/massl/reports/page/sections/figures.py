@@ -31,6 +31,7 @@ from massl.reports.pictures.run_features import RunFeatures
 from massl.reports.pictures.sprites import SpriteSheet, exact_uri, photo_uri, sprite_sheet
 
 _NUM_QUERIES, _NUM_SHOWN = 10, 8  # rows of the sheet of neighbours, and how many are shown of each
+_NUM_LINES = 8  # of a pair: more cannot be followed
 _NUM_ATTENDED, _NUM_PAIRS = 6, 4  # images with attention maps; pairs of views, and of images of a class
 _THUMBNAIL_SIDE, _TILE_SIDE, _PAIR_WIDTH = 64, 96, 460  # pixels at most: of a dot's image, of a tile, of a pair
 _SPRITE_BYTES, _ALL_SPRITES_BYTES, _FEWEST_SPRITE_BYTES = 2_400_000, 5_000_000, 400_000  # of one map, of all maps
@@ -120,6 +121,8 @@ def _draw_map(run: RunFeatures, sprite_bytes: int) -> Drawn:
             f" Outlined are the {num_wrong:,} ({num_wrong / len(queries):.1%}) whose class the k-NN classifier misses "
             f"(k = {run.neighbours.indices.shape[1]}, among {run.sample.database_in_words})."
         ).replace("%", " %")
+    else:
+        said += " Without labels, thumbnails are drawn where there is room; every other image is a grey dot."
     markup = sentence_markup(said) + map_markup(drawn, title=f"Map of the features: {said}")
     return Drawn(markup=markup, sprites=drawn.sprites)
 
@@ -171,7 +174,7 @@ def _draw_attention(run: RunFeatures, sprite_bytes: int) -> Drawn:
 
 def _draw_correspondence(run: RunFeatures, sprite_bytes: int) -> Drawn:
     queries = run.sample.queries
-    settings = CorrespondenceSettings(num_images=_NUM_PAIRS, num_figures=_NUM_PAIRS)
+    settings = CorrespondenceSettings(num_images=_NUM_PAIRS, num_figures=_NUM_PAIRS, num_points=_NUM_LINES)
     groups: dict[str, list[PagePicture]] = {}
     for drawing in draw_pairs(run.extractor, queries, settings):
         heading, name = _PAIRS[drawing.shows], image_name(queries, drawing.images[0])
@@ -192,8 +195,8 @@ def _heat_map(picture: Pixels, *, alt: str) -> PagePicture:
 PICTURES: dict[str, PictureKind] = {
     "embedding-map": PictureKind(
         title="Map of the features",
-        note="Each dot is an image; images with similar features lie close together (PCA, then t-SNE). Distances "
-        "between far groups and the sizes of groups mean little.",
+        note="Images with similar features lie close together (PCA, then t-SNE). Distances between far groups and the "
+        "sizes of groups mean little.",
         draw=_draw_map,
     ),
     "neighbours": PictureKind(
