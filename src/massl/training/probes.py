@@ -13,7 +13,7 @@ from massl.data.loading.cache import ImageCache
 from massl.data.loading.gpu_decode import jpeg_decoder
 from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.settings import DataSettings
-from massl.data.sources import ImageSource, open_source
+from massl.data.sources import ImageSource, label_doubt, open_source
 from massl.data.views import ViewSettings, make_views
 from massl.methods.base import Method, StepHyper
 from massl.ops.image_ops import centre_view, normalise
@@ -63,8 +63,11 @@ class Probe:
         device: torch.device,
         cache: ImageCache | None = None,
         on_skip: Callable[[str], None],
+        as_before: bool = False,
     ) -> None:
+        """`as_before`: open the labelled sets as `open_source` does for runs that began before."""
         self.settings = settings
+        self._as_before = as_before
         self.views = views
         self._data = data
         self._seed = seed
@@ -77,9 +80,12 @@ class Probe:
             bool(settings.queries) and self._database is not None and _are_same(self._database, self._queries)
         )
 
+    def _open(self, uri: str, default: ImageSource) -> ImageSource:
+        return open_source(uri, as_before=self._as_before) if uri else default
+
     def _choose(self, training_source: ImageSource) -> tuple[_Subset | None, _Subset]:
-        database = open_source(self.settings.database) if self.settings.database else training_source
-        queries = open_source(self.settings.queries) if self.settings.queries else database
+        database = self._open(self.settings.database, training_source)
+        queries = self._open(self.settings.queries, database)
         query_order = keyed_random.permutation(len(queries), self._seed, "probe queries")
         query_subset = _Subset(queries, query_order[: self.settings.max_queries])
         if database.class_names is None or queries.class_names is None or len(database) < 2:
@@ -88,6 +94,9 @@ class Probe:
                 raise RecipeError(
                     f"{unlabelled.name} has no labels; k-NN probes need class folders or a labelled data set"
                 )
+            return None, query_subset
+        # Accuracy on doubtful classes would mislead; sets named for the probe are meant.
+        if not self.settings.database and not self.settings.queries and label_doubt(training_source):
             return None, query_subset
         if self.settings.queries:
             database_order = keyed_random.permutation(len(database), self._seed, "probe database")
