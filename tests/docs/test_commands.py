@@ -22,7 +22,7 @@ from massl.commands.arguments import parse
 from massl.commands.compare.command import CompareSettings, _trainings
 from massl.commands.embed import EmbedSettings
 from massl.commands.evaluate.settings import EvaluateSettings
-from massl.commands.pretrain import parse_pretrain
+from massl.commands.pretrain_arguments import parse_pretrain
 from massl.commands.recipe import load_recipe, parse_set_options
 from massl.commands.recipes import recipe_header, shipped_recipes
 from massl.commands.report.command import ReportSettings
@@ -93,9 +93,11 @@ def status_of(arguments: list[str]) -> int | str | None:
 
 
 def check_pretrain(options: list[str]) -> None:
-    recipe, output = parse_pretrain(options)
-    assert recipe.data.source, "which images?"
-    assert output
+    # --output alone continues a run, --start_from takes the recipe of one; there is none here
+    own = [] if "--recipe" in options else ["--recipe", "massl-vits16", "--data.source", "photos/"]
+    call = parse_pretrain([*own, *options])
+    assert call.recipe.data.source, "which images?"
+    assert call.output
 
 
 def check_compare(options: list[str]) -> None:

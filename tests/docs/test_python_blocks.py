@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 
 import massl
-from massl.commands.pretrain import PretrainResult, _resolve
+from massl.commands.pretrain import PretrainResult
+from massl.commands.pretrain_arguments import resolve_recipe
 from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper
 from massl.nn.backbone import BackboneSettings, create_timm_model
@@ -60,7 +61,8 @@ def quick_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def pretrain(*arguments: Any, **options: Any) -> PretrainResult:
         given = inspect.signature(real_pretrain).bind(*arguments, **options).arguments
-        _resolve(given["recipe"], given.get("data"), given.get("overrides") or {})
+        recipe, data = (given["recipe"], given.get("data")) if "recipe" in given else ("massl-vits16", "photos/")
+        resolve_recipe(recipe, data, given.get("overrides") or {})
         return PretrainResult(
             folder=Path(given["output"]), step=1, finished=True, signal_number=None, metrics=[{"loss": 1.0}]
         )

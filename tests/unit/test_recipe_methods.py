@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from massl.commands.pretrain import parse_pretrain, pretrain
+from massl.commands.pretrain import pretrain
+from massl.commands.pretrain_arguments import parse_pretrain
 from massl.commands.recipe import load_recipe
 from massl.commands.recipes import shipped_recipes
 from massl.config import RecipeError, overlay
@@ -64,7 +65,7 @@ def test_overrides_win_over_what_the_recipe_says_for_the_method(recipe_file: str
 
 def test_the_command_line_changes_the_method_by_one_word(recipe_file: str) -> None:
     arguments = ["--recipe", recipe_file, "--output", "x", "--method.name", "dino", "--optimizer.learning_rate", "0.25"]
-    recipe, _ = parse_pretrain(arguments)
+    recipe = parse_pretrain(arguments).recipe
     assert recipe == load_recipe(recipe_file, {"method.name": "dino", "optimizer.learning_rate": 0.25})
     assert parse_pretrain([*arguments[:4], "--method.name=dino"])[0] == load_recipe(
         recipe_file, {"method.name": "dino"}

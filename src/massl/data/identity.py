@@ -18,15 +18,20 @@ class DataIdentity:
     num_images: int
     source: str  # as opened, for messages
     files: bytes  # "SIZE NAME\0" of every file; empty for arrays
+    as_before: bool  # listed as by older versions, see `open_source`
 
 
-def identify(source: ImageSource) -> DataIdentity:
+def identify(source: ImageSource, *, as_before: bool = False) -> DataIdentity:
     """Of a folder by names and sizes (6 s for 1.28 million files), of an array by its pixels."""
     contents = source.contents()
     digest = hashlib.sha256(f"{len(source)} {contents.reading}\0".encode(errors="surrogateescape"))
     digest.update(contents.files)
     return DataIdentity(
-        digest=digest.hexdigest()[:32], num_images=len(source), source=source.name, files=contents.files
+        digest=digest.hexdigest()[:32],
+        num_images=len(source),
+        source=source.name,
+        files=contents.files,
+        as_before=as_before,
     )
 
 

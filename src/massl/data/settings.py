@@ -21,6 +21,10 @@ class DataSettings(Settings):
     decoder: Literal["cpu", "gpu"] = Field(
         "cpu", description="Decoder of plain JPEGs; gpu: nvJPEG, whose pixels differ by about one grey level"
     )
+    # excluded: a permission for one command, not a part of the recipe that a run keeps
+    accept_changes: bool = Field(
+        False, exclude=True, description="Continue a run although its images have changed; recorded in data.json"
+    )
     cache_gib: float = Field(
         0.0, ge=0.0, description="GiB of decoded images to keep in memory, per process (one process per GPU); 0: none"
     )

@@ -47,6 +47,20 @@ class BackboneSettings(Settings):
         return {"model_name": self.name, "num_classes": 0, **given, **self.timm_options}
 
 
+def refuse_published_weights(settings: BackboneSettings) -> None:
+    """Refuse settings that ask timm for weights: training would start from random or partly random ones instead."""
+    name, _, tag = str(settings.timm_arguments()["model_name"]).partition(".")
+    keys = [
+        key for key, value in settings.timm_options.items() if value and key.startswith(("pretrained", "checkpoint"))
+    ]
+    given = f"backbone.name {settings.name!r}" if tag else f"backbone.timm_options.{''.join(keys[:1])}"
+    if tag or keys:
+        raise RecipeError(
+            f"{given} asks for published weights; starting from published weights is not supported yet. To start from "
+            f"random ones {f'give backbone.name {name}' if tag else 'leave it out'}; --start_from takes those of a run."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     pooled: Tensor  # [B, D]: the class token after the final norm, or a network's pooled features

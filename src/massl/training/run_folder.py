@@ -3,18 +3,22 @@
 import contextlib
 import fcntl
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from massl import distributed
 from massl.config import MasslError, RecipeError, Settings, flatten, read_yaml, to_yaml, validate
+from massl.data.identity import DataIdentity
 from massl.files import is_leftover, write_atomically
+from massl.training.checkpoint import CheckpointStore
+from massl.training.data_record import DataRecord
+from massl.training.ranks import stop_together
 
 # Settings of where, how long and how often, not of what is computed: a continued run may change them.
 MAY_CHANGE = frozenset(
     {
+        "data.source",  # the images themselves are compared, see data_record.py
         "data.num_workers",
         "data.worker_kind",
         "data.cache_gib",
@@ -25,6 +29,7 @@ MAY_CHANGE = frozenset(
         "trainer.kernels",
         "trainer.residual",
         "trainer.cuda_graph",
+        "trainer.log_every_steps",
         "trainer.checkpoint_every_steps",
         "trainer.keep_checkpoints",
         "trainer.milestone_every_epochs",
@@ -32,21 +37,24 @@ MAY_CHANGE = frozenset(
 )
 
 _LOCK = ".lock"
+_START = "start.json"
+_OWN = frozenset({_LOCK, _START, *DataRecord.FILES})  # written before recipe.yaml
 
 
 class RunFolderError(MasslError, ValueError):
     """The output folder cannot be used for this run; the message says why and what to do."""
 
 
-def _binding_values(recipe: Settings) -> dict[str, Any]:
+def _binding_values(recipe: Settings, *, may_change: Collection[str] = MAY_CHANGE) -> dict[str, Any]:
     """The settings of a recipe that affect the result of a run."""
-    return {key: value for key, value in flatten(recipe).items() if key not in MAY_CHANGE}
+    return {key: value for key, value in flatten(recipe).items() if key not in may_change}
 
 
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
     recipe: Settings
+    data: DataIdentity | None = None  # the images to train on; None: not looked at
 
     @property
     def recipe_file(self) -> Path:
@@ -60,28 +68,53 @@ class RunFolder:
         """The binding values as text, stored in each checkpoint."""
         return json.dumps(_binding_values(self.recipe), sort_keys=True)
 
-    def differences_from(self, kept: str) -> list[str]:
-        """Differences of a checkpoint's binding values, in words; settings added since then are ignored."""
+    @property
+    def data_digest(self) -> str:
+        """Of the images, stored in each checkpoint; "" if they were not looked at."""
+        return "" if self.data is None else self.data.digest
+
+    def differences_from(self, kept: str, *, data_digest: str = "") -> list[str]:
+        """Differences of a checkpoint, by its binding values and images; settings added since then are ignored."""
         now = json.loads(self.binding_text())
-        return [
+        differences = [
             f"{key} was {value!r}, now {now.get(key)!r}"
             for key, value in json.loads(kept).items()
-            if now.get(key) != value
+            if key not in MAY_CHANGE and now.get(key) != value
         ]
+        if data_digest and self.data is not None and data_digest not in DataRecord(self.path).digests():
+            differences.append("it was trained on other images")
+        return differences
+
+    @property
+    def start_from(self) -> Path | None:
+        """The run whose weights this run started from; None: random weights."""
+        file = self.path / _START
+        return Path(json.loads(file.read_text(encoding="utf-8"))["from"]) if file.exists() else None
+
+    def write_start(self, run: Path, *, step: int | None = None) -> None:
+        self.write_json(_START, {"from": str(run), "step": step})
 
     @contextlib.contextmanager
-    def claimed(self, *, is_writer: bool) -> Iterator[None]:
-        """Lock the folder while inside; only the writing process does so, the other ranks wait for it."""
+    def claimed(
+        self, *, is_writer: bool, accept_changes: bool = False, start_from: Path | None = None
+    ) -> Iterator[None]:
+        """Lock the folder while inside, and record recipe and images; only the writing process does so.
+
+        If the folder cannot be used, all processes stop. `accept_changes`: the images may differ from those before.
+        """
         with contextlib.ExitStack() as held:
-            if is_writer:
-                self._refuse_foreign_folder()
-                held.enter_context(self._locked())
-                self._refuse_other_recipe()
-                for file in (*self.path.iterdir(), *self.checkpoints.glob("*")):
-                    if is_leftover(file):
-                        file.unlink()
-                self._write_recipe()
-            distributed.barrier()
+            with stop_together():
+                if is_writer:
+                    self._refuse_foreign_folder()
+                    held.enter_context(self._locked())
+                    self._refuse_other_recipe()
+                    self._refuse_other_start(start_from)
+                    if self.data is not None and self.has_begun and not accept_changes:
+                        DataRecord(self.path).refuse_changes(self.data)
+                    for file in (*self.path.iterdir(), *self.checkpoints.glob("*")):
+                        if is_leftover(file):
+                            file.unlink()
+                    self._record(start_from)
             yield
 
     def _refuse_foreign_folder(self) -> None:
@@ -91,7 +124,7 @@ class RunFolder:
         if (
             self.path.is_dir()
             and not self.recipe_file.exists()
-            and any(path.name != _LOCK and not is_leftover(path) for path in self.path.iterdir())
+            and any(path.name not in _OWN and not is_leftover(path) for path in self.path.iterdir())
         ):
             raise RunFolderError(
                 f"{self.path} is not empty and is not a massl run; choose another --output (nothing was changed)"
@@ -113,36 +146,63 @@ class RunFolder:
                 ) from None
             yield
 
-    def _write_recipe(self) -> None:
+    def _record(self, start_from: Path | None) -> None:
         try:
+            if start_from is not None and not self.has_begun:
+                self.write_start(start_from)
+            if self.data is not None:
+                steps = CheckpointStore(self.checkpoints, keep_last=1).steps()
+                DataRecord(self.path).write(self.data, after_step=max(steps, default=0), is_new=not self.has_begun)
             self.write_text("recipe.yaml", to_yaml(self.recipe))
         except OSError as error:
             raise RunFolderError(f"cannot write to {self.path}: {error}") from error
 
-    def _has_begun(self) -> bool:
+    @property
+    def has_begun(self) -> bool:
         """Whether training has written anything; until then the recipe may still be corrected."""
         return self.recipe_file.exists() and ((self.path / "metrics.jsonl").exists() or self.checkpoints.is_dir())
 
+    @property
+    def lists_as_before(self) -> bool:
+        """Whether the run began with a version that listed other files and classes."""
+        record = DataRecord(self.path)
+        return self.has_begun and (record.as_before if record.exists else True)
+
+    def _refuse_other_start(self, start_from: Path | None) -> None:
+        """A run that has begun keeps its start; naming it again is allowed."""
+        if start_from is not None and self.has_begun and start_from != self.start_from:
+            began = f"from {self.start_from}" if self.start_from else "from random weights"
+            raise RunFolderError(
+                f"{self.path} holds a run that started {began}; choose another --output for one that starts from "
+                f"{start_from}"
+            )
+
     def _refuse_other_recipe(self) -> None:
-        if not self._has_begun():
+        if not self.has_begun:
             return
         try:
-            before = _binding_values(validate(type(self.recipe), read_yaml(self.recipe_file), origin="recipe.yaml"))
+            recipe = validate(type(self.recipe), read_yaml(self.recipe_file), origin="recipe.yaml")
         except RecipeError as error:
             raise RunFolderError(
                 f"{self.recipe_file} is not a valid recipe ({error}); choose another --output"
             ) from None
-        now = _binding_values(self.recipe)
+        # of a run of an older version only the name tells which images it had
+        may_change = MAY_CHANGE if DataRecord(self.path).exists else MAY_CHANGE - {"data.source"}
+        before, now = (_binding_values(values, may_change=may_change) for values in (recipe, self.recipe))
         differences = [
             f"{key} was {before.get(key)!r}, now {now.get(key)!r}"
             for key in sorted({*before, *now})
             if before.get(key) != now.get(key)
         ]
         if differences:
-            raise RunFolderError(
-                f"{self.path} holds a run of another recipe: {'; '.join(differences)}. "
-                "Give the same values to continue it, or another --output."
-            )
+            advice = "Give the same values to continue it, or another --output."
+            if now.get("trainer.epochs", 0) > before.get("trainer.epochs", 0):
+                advice += (
+                    " To train for longer, start a new run from its weights: "
+                    f"massl pretrain --start_from {self.path} --output NEW_FOLDER --trainer.epochs "
+                    f"{now['trainer.epochs']}"
+                )
+            raise RunFolderError(f"{self.path} holds a run of another recipe: {'; '.join(differences)}. {advice}")
 
     def write_text(self, name: str, text: str) -> Path:
         path = self.path / name

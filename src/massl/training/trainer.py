@@ -23,17 +23,13 @@ from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.settings import TrainerSettings
 from massl.training.step import TrainingStep
-from massl.training.stop_request import StopRequest
+from massl.training.stop_request import StepAbandoned, StopRequest
 from massl.training.view_maker import ViewMaker
 from massl.weights.io import BACKBONE_FILE, backbone_bytes
 
 
 class TrainingStopped(MasslError, RuntimeError):
     """Training cannot continue; the message says what was saved and what to try."""
-
-
-class _StepAbandoned(Exception):
-    """A signal arrived between the parts of a step; nothing of the step may remain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +86,9 @@ class Trainer:
         self.store = CheckpointStore(folder.checkpoints, settings.keep_checkpoints)
         self.watch = LossWatch(device)
         self.end_step = min(settings.max_steps or schedules.num_steps, schedules.num_steps)
+        size, every, visible = settings.batch_size, self._probe_steps, distributed.is_main()
         self.display = ProgressDisplay(
-            num_steps=self.end_step,
-            batch_size=settings.batch_size,
-            visible=distributed.is_main(),
-            probe_every_steps=self._probe_steps,
+            num_steps=self.end_step, batch_size=size, probe_every_steps=every, visible=visible
         )
         self.stop = StopRequest(self._acknowledge)
 
@@ -109,6 +103,11 @@ class Trainer:
         try:
             with self.stop, self.display:
                 return self._loop(start_step, log)
+        except StepAbandoned as abandoned:
+            step = abandoned.step
+            if step and step not in self.store.steps():  # before the first update there is nothing to save
+                self.save(step)
+            return FitResult(step=step, finished=False, signal_number=self.stop.received)
         except NonFiniteLoss as error:
             raise self._explain(error) from error
         finally:
@@ -118,21 +117,13 @@ class Trainer:
 
     def _loop(self, start_step: int | None, log: MetricsLog | None) -> FitResult:
         if start_step is None:
-            try:
-                self._log_start(log)
-            except _StepAbandoned:  # nothing is done yet: the next start begins anew
-                return FitResult(step=0, finished=False, signal_number=self.stop.received)
+            self._log_start(log)
             start_step = 0
         self.display.start(start_step)
         clock, logged_step = time.perf_counter(), start_step
         for step in range(start_step, self.end_step):
             hyper = self.schedules.at(step)
-            try:
-                output = self._update(self.loader.at(step), hyper)
-            except _StepAbandoned:
-                if step not in self.store.steps():
-                    self._save(step)
-                return FitResult(step=step, finished=False, signal_number=self.stop.received)
+            output = self._update(self.loader.at(step), hyper)
             done = step + 1
             self.display.advance(done, loss=self.watch.last_loss)
             should_probe, should_save = self._is_probe_step(done), self._is_checkpoint_step(done)
@@ -146,7 +137,7 @@ class Trainer:
                 self._log(log, output, hyper, done, images_per_second=num_images / seconds, probe=should_probe)
                 clock, logged_step = time.perf_counter(), done
             if should_save or signal_number or done == self.end_step:
-                self._save(done)
+                self.save(done)
             if signal_number:
                 return FitResult(step=done, finished=done == self.end_step, signal_number=signal_number)
         return FitResult(step=self.end_step, finished=True, signal_number=None)
@@ -160,6 +151,10 @@ class Trainer:
             when = "after this part of the step" if in_parts else "after this step"
         self.display.say(f"stopping {when}; press Ctrl-C again to stop now", style="yellow")
 
+    def _abandon_if_asked(self, step: int) -> None:
+        if self.stop.received and distributed.world_size() == 1:  # several ranks stop only where they agree
+            raise StepAbandoned(step)
+
     def _update(self, images: ImageBatch, hyper: StepHyper) -> StepOutput:
         num_parts = self.settings.accumulation_steps
         # A forward pass changes the running averages of batch norm; those of an abandoned step are put back.
@@ -167,7 +162,7 @@ class Trainer:
         buffers = [(buffer, buffer.clone()) for buffer in self.method.buffers()] if may_be_abandoned else []
         try:
             output = self.step(self._view_parts(images, hyper), hyper, num_parts=num_parts)
-        except _StepAbandoned:
+        except StepAbandoned:
             self.optimizer.zero_grad(set_to_none=True)
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -181,8 +176,8 @@ class Trainer:
         size = len(images.indices) // num_parts
         for part in range(num_parts):
             if self.device.type == "cpu":  # where a part can take minutes: show it, and stop here if asked
-                if self.stop.received and distributed.world_size() == 1:  # several ranks stop only where they agree
-                    raise _StepAbandoned
+                if part:
+                    self._abandon_if_asked(int(hyper.step))
                 self.display.advance(int(hyper.step) + part / num_parts, loss=self.watch.last_loss)
             yield self._make_views(images.slice(part * size, (part + 1) * size), epoch=hyper.epoch)
 
@@ -213,6 +208,7 @@ class Trainer:
                 output = combine([self.step.forward(views, hyper) for views in self._view_parts(images, hyper)])
         self.watch.push(0, output.loss, images.indices)
         self._log(log, output, hyper, 0, images_per_second=0.0, probe=True)
+        self._abandon_if_asked(0)
 
     def _log(
         self,
@@ -266,13 +262,15 @@ class Trainer:
         """No warnings before this step: embeddings of an untrained network are nearly equal, as in a collapse."""
         return max(self.schedules.steps_per_epoch, self.schedules.num_steps // 10)
 
-    def _save(self, done: int) -> None:
+    def save(self, done: int) -> None:
+        """Write the checkpoint and the backbone after `done` steps; 0: the weights that the run starts from."""
         self.watch.flush()
         self.watch.check_weights(self.method, done=done)
         if distributed.is_main():
             state = {
                 "step": done,
                 "recipe": self.folder.binding_text(),
+                "data": self.folder.data_digest,
                 "method": self.method.state_dict(),
                 "optimizer": self.optimizer.portable_state(),
             }
@@ -291,7 +289,7 @@ class Trainer:
         state = self.store.load_latest(self.display.warn)
         if state is None:
             return None
-        if differences := self.folder.differences_from(state["recipe"]):
+        if differences := self.folder.differences_from(state["recipe"], data_digest=state.get("data", "")):
             raise RecipeError(
                 f"the checkpoint in {self.folder.path} belongs to another recipe ({'; '.join(differences)}); "
                 "choose another --output"
@@ -299,6 +297,8 @@ class Trainer:
         self.method.load_state_dict(state["method"])
         self.optimizer.load_portable_state(state["optimizer"])
         step = int(state["step"])
+        if step == 0:  # weights to start from, nothing is trained yet
+            return None
         if step < self.end_step:
             self.display.say(f"continuing at step {step} of {self.end_step}")
         return step

@@ -16,7 +16,8 @@ from massl.commands.ablate import command as ablate_module
 from massl.commands.ablate.command import AblateSettings, AblationResult, ablate, run_ablation
 from massl.commands.ablate.grids import Grid, massl_settings, plan_grid
 from massl.commands.ablate.outcomes import choose_yardstick
-from massl.commands.pretrain import PretrainResult, parse_pretrain
+from massl.commands.pretrain import PretrainResult
+from massl.commands.pretrain_arguments import parse_pretrain
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import MasslError, RecipeError, to_yaml
 from massl.methods.base import MethodSettings
@@ -379,7 +380,7 @@ def test_the_plan_is_a_command_for_every_run_that_makes_exactly_it(
     assert [command[:2] for command in commands] == [["massl", "pretrain"]] * 4
     planned = grid("block-sampling", recipe="demo", overrides={"trainer.epochs": 3}, values=[64], seeds=[0, 1]).runs
     for command, run in zip(commands, planned, strict=True):
-        recipe, output = parse_pretrain(command[2:])
+        recipe, output, _ = parse_pretrain(command[2:])
         assert recipe == run.recipe
         assert Path(output) == tmp_path / run.folder
     assert not list(tmp_path.rglob("ablation.*"))

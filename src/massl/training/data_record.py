@@ -1,0 +1,91 @@
+"""The images of a run, as its folder remembers them: data.json, and the list of files in data_files.gz."""
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from massl.config import MasslError
+from massl.data.identity import DataIdentity, describe_change
+from massl.files import write_atomically
+
+_FILE, _LIST = "data.json", "data_files.gz"
+
+
+class ChangedData(MasslError, ValueError):
+    """The images are not those that the run was trained on; the message says what changed and how to go on."""
+
+
+@dataclass(frozen=True)
+class DataRecord:
+    FILES: ClassVar = (_FILE, _LIST)
+
+    folder: Path
+
+    @property
+    def exists(self) -> bool:
+        """False for a new run and for one of a version that did not record its images."""
+        return (self.folder / _FILE).exists()
+
+    @property
+    def as_before(self) -> bool:
+        """Whether the images were listed as by older versions."""
+        return bool(self._read().get("as_before", False))
+
+    def digests(self) -> list[str]:
+        """Of the images now, and of those before each accepted change."""
+        known = self._read()
+        return [known["digest"], *(change["digest"] for change in known["changes"])] if known else []
+
+    def refuse_changes(self, now: DataIdentity) -> None:
+        known = self._read()
+        if known and known["digest"] != now.digest:
+            raise ChangedData(
+                f"the images are not those that {self.folder} was trained on: {self._describe(known, now)}. Put them "
+                "back, go on with the changed images by --data.accept_changes True (in Python: "
+                'overrides={"data.accept_changes": True}), or choose another --output.'
+            )
+
+    def write(self, now: DataIdentity, *, after_step: int, is_new: bool) -> None:
+        """Record the images; those of a run that has begun are added to the list of accepted changes."""
+        known = {} if is_new else self._read()
+        changes = known.get("changes", [])
+        if known and known["digest"] != now.digest:
+            before = {key: known[key] for key in ("digest", "num_images", "source")}
+            changes = [*changes, {**before, "change": self._describe(known, now), "after_step": after_step}]
+        record = {
+            "digest": now.digest,
+            "num_images": now.num_images,
+            "source": now.source,
+            "as_before": now.as_before,
+            "changes": changes,
+        }
+        if record == known:
+            return
+        if now.files and known.get("digest") != now.digest:
+            write_atomically(self.folder / _LIST, gzip.compress(now.files, compresslevel=6, mtime=0))
+        write_atomically(self.folder / _FILE, json.dumps(record, indent=2) + "\n")
+
+    def _read(self) -> dict[str, Any]:
+        if not self.exists:
+            return {}
+        try:
+            known: dict[str, Any] = json.loads((self.folder / _FILE).read_text(encoding="utf-8"))
+            return {key: known[key] for key in ("digest", "num_images", "source", "as_before", "changes")}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ChangedData(
+                f"{self.folder / _FILE} cannot be read ({error!r}), so it is not known which images this run was "
+                "trained on; delete the file if they have not changed"
+            ) from None
+
+    def _describe(self, known: dict[str, Any], now: DataIdentity) -> str:
+        moved = f" (data.source was {known['source']})" if known["source"] != now.source else ""
+        try:
+            before = gzip.decompress((self.folder / _LIST).read_bytes())
+        except (OSError, EOFError):
+            before = b""
+        change = describe_change(before, now.files) if before and now.files else ""
+        if not change and known["num_images"] != now.num_images:
+            change = f"{now.num_images:,} images instead of {known['num_images']:,}"
+        return f"{now.source}{moved}: {change or 'pixels, labels, order or orientation differ'}"
