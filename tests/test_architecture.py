@@ -31,7 +31,7 @@ SUB_LAYERS = {
     "evaluations": [{"*"}, {"protocols"}],
     "reports": [{"published"}, {"*"}, {"comparison", "ablation", "pictures"}, {"page"}],
     "reports.page": [{"*"}, {"sections"}, {"assembly"}],
-    "commands": [{"*"}, {"compare", "evaluate", "report"}, {"ablate"}],
+    "commands": [{"*"}, {"compare", "evaluate", "report"}, {"ablate"}, {"completion"}],
 }
 STRANGERS = {"reports.page.sections"}  # rooms whose files never import each other
 ENTRANCES = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}

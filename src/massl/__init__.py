@@ -10,6 +10,8 @@ The functions mirror the commands of `massl --help`. Each is imported when it is
 milliseconds.
 """
 
+import functools
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from massl.commands.report.command import report
     from massl.commands.visualize import visualize
     from massl.weights.io import load_backbone
+
+    __version__: str
 
 __all__ = ["ablate", "compare", "embed", "evaluate", "load_backbone", "pretrain", "report", "visualize"]
 
@@ -38,10 +42,28 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("massl.cli").version()
     if name not in _HOMES:
         raise AttributeError(f"module 'massl' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return _with_python_words(getattr(import_module(_HOMES[name]), name))
+
+
+def _with_python_words(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; its errors name arguments where the command's errors name options."""
+    from massl.commands.python_words import in_python
+    from massl.config import MasslError
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return function(*arguments, **keywords)
+        except MasslError as error:
+            error.args = (in_python(str(error)), *error.args[1:])
+            raise
+
+    return call
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *__all__, "__version__"])

@@ -1,8 +1,10 @@
 """`massl COMMAND`: a table of commands. Only the module of the command that is called is imported."""
 
 import sys
+import tomllib
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 # command -> (summary, module with `main(arguments) -> exit status`)
 COMMANDS = {
@@ -22,7 +24,25 @@ COMMANDS = {
 
 def usage() -> str:
     lines = "\n".join(f"  {name:<12}{summary}" for name, (summary, _) in COMMANDS.items())
-    return f"usage: massl COMMAND [options]\n\n{lines}\n\nmassl COMMAND --help explains a command's options."
+    return f"""usage: massl COMMAND [options]
+
+{lines}
+
+massl COMMAND --help explains a command's options.
+massl --version prints the version, massl --completion bash a script that completes commands and options."""
+
+
+def version() -> str:
+    """The installed version; in a checkout that is not installed, that of pyproject.toml with "+checkout"."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("massl")
+    except metadata.PackageNotFoundError:
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        if not project.is_file():
+            return "unknown"
+        return f"{tomllib.loads(project.read_text(encoding='utf-8'))['project']['version']}+checkout"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,8 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or given[0] in ("-h", "--help"):
         print(usage())
         return 0 if given else 2
-    if given[0] not in COMMANDS:
-        print(f"massl: no command {given[0]!r}\n\n{usage()}", file=sys.stderr)
+    if given == ["--version"]:
+        print(f"massl {version()}")
+        return 0
+    if given[0] not in (*COMMANDS, "--completion"):
+        from massl.config import closest  # imports pydantic, which takes longer than `massl --help` should
+
+        print(f"massl: no command {given[0]!r}.{closest(given[0], COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
     try:
         return _run(*given)
@@ -48,8 +73,9 @@ def _run(command: str, *arguments: str) -> int:
 
     from massl.config import MasslError, UsageError, explain
 
+    module = "massl.commands.completion" if command == "--completion" else COMMANDS[command][1]
     try:
-        status: int = import_module(COMMANDS[command][1]).main(arguments)
+        status: int = import_module(module).main(arguments)
         return status
     except ValidationError as error:
         print(f"massl: error: {explain(error)}", file=sys.stderr)

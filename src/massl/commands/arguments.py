@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 from pydantic import Field, ValidationError
+from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from massl.config import Settings, UsageError, explain
 
@@ -42,6 +44,7 @@ def parse(
                 default=tyro.MISSING_NONPROP if default is None else default,
                 args=list(arguments),
                 use_underscores=True,
+                registry=_REGISTRY,
                 config=() if has_flags else (tyro.conf.FlagConversionOff,),
             )
     except SystemExit as exit_request:
@@ -54,7 +57,7 @@ def parse(
 
 def _indent_examples(description: str) -> str:
     """tyro joins the lines of a paragraph unless they are indented, and adds a blank line before indented ones."""
-    return description.replace("\nmassl ", "\n  massl ").replace("\n\n  massl ", "\n  massl ")
+    return re.sub(r"\n+(?=(massl|torchrun) )", "\n  ", description)
 
 
 def _validation_problem(exit_request: SystemExit, arguments_type: type[Settings]) -> str | None:
@@ -65,6 +68,56 @@ def _validation_problem(exit_request: SystemExit, arguments_type: type[Settings]
         section = f"{part}: " if part.partition(".")[0] in arguments_type.model_fields else section
         link = link.__context__
     return None if link is None else section + explain(link)
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def _fields_of(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """The options of a Settings class, as tyro sees them."""
+    if not (isinstance(info.type, type) and issubclass(info.type, Settings)):
+        return None
+    types = get_type_hints(info.type, include_extras=True)
+    fields = []
+    for name, field in info.type.model_fields.items():
+        if isinstance(info.default, Settings):
+            default = getattr(info.default, name)
+        else:
+            default = tyro.MISSING_NONPROP if field.is_required() else field.get_default(call_default_factory=True)
+        field_type, text = types[name], field.description or ""
+        if name == "name" and (methods := _methods_beside(info.type)):
+            field_type = Literal[methods]
+            text = "the method to train; the recipe's values for it become the defaults"
+        configuration = tyro.conf.arg(
+            help_behavior_hint=_hint(text, default),
+            aliases=("--data",) if name == "source" else None,  # short for --data.source
+        )
+        annotated: Any = Annotated[field_type, configuration]
+        fields.append(StructFieldSpec(name=name, type=annotated, default=default, helptext=text or None))
+    return StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
+
+
+def _methods_beside(settings_type: type[Settings]) -> tuple[str, ...]:
+    """All methods, if these are the settings of one of them: an option lists every value, not only the chosen one."""
+    if "massl.methods" not in sys.modules:  # imports torch; then these are no settings of a method either
+        return ()
+    from massl.methods import METHODS
+
+    return tuple(METHODS) if any(settings_type is entry.settings for entry in METHODS.values()) else ()
+
+
+def _hint(text: str, default: object) -> str | Callable[[str], str] | None:
+    """What --help says after the text; None: tyro's "(default: 3)". Texts explain a default that is derived."""
+    if default is tyro.MISSING_NONPROP:
+        return "(required)"
+    is_explained = "default:" in text
+    if default is None or (isinstance(default, str | tuple | list | dict) and not default):
+        return "" if is_explained else "(default: none)"
+    return "(here: {})".format if is_explained and not isinstance(default, Settings) else None
+
+
+_REGISTRY = ConstructorRegistry()
+_REGISTRY.struct_rule(_fields_of)
 
 
 def exit_status(signal_number: int | None, *, failed: bool = False) -> int:

@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from massl.config import MasslError, Settings
 from massl.reports.tables import ResultsTable
 
 _FILE_WIDTH = 160  # columns of a table that is piped to a file
+_NAME_WIDTH = 10  # characters of a text column below which the table is split
+_SEPARATOR = 2  # characters between columns
 
 
 def message_console(*, quiet: bool = False) -> Console:
@@ -37,12 +40,44 @@ def print_line(console: Console, text: str, *, style: str | None = None) -> None
 
 
 def print_table(console: Console, table: ResultsTable) -> None:
-    """Print a table. Long words are folded, never cut; a long heading stands on several lines."""
+    """Print a table. Long words are folded, numbers never; numbers that do not fit follow in a second table."""
+    for number, part in enumerate(_parts(table, console.width)):
+        console.print(*([""] if number else []), _as_rich(part), sep="\n")
+
+
+def _parts(table: ResultsTable, width: int) -> list[ResultsTable]:
+    """Tables that leave room for names: all text columns, and as many of the numbers as fit."""
+    needed = {
+        column: _SEPARATOR + max(map(len, [*column.split(), *(line[at] for line in table.lines)]), default=0)
+        for at, column in enumerate(table.columns)
+    }
+    names = [column for column in table.columns if column in table.text_columns]
+    room = width - sum(min(needed[column], _SEPARATOR + _NAME_WIDTH) for column in names)
+    parts: list[list[str]] = [[]]
+    for column in table.columns:
+        if column not in names:
+            if parts[-1] and sum(needed[other] for other in [*parts[-1], column]) > room + _SEPARATOR:
+                parts.append([])
+            parts[-1].append(column)
+    if len(parts) == 1:
+        return [table]
+    return [_only(table, {*names, *numbers}, title=table.title if numbers is parts[0] else "") for numbers in parts]
+
+
+def _only(table: ResultsTable, columns: set[str], *, title: str) -> ResultsTable:
+    chosen = [at for at, column in enumerate(table.columns) if column in columns]
+    lines = tuple(tuple(line[at] for at in chosen) for line in table.lines)
+    return replace(table, title=title, columns=tuple(table.columns[at] for at in chosen), lines=lines)
+
+
+def _as_rich(table: ResultsTable) -> Table:
     shown = Table(
         title=Text(table.title) if table.title else None,
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
+        show_edge=False,
+        pad_edge=False,
     )
     for column in table.columns:
         if column in table.text_columns:
@@ -52,7 +87,7 @@ def print_table(console: Console, table: ResultsTable) -> None:
     groups = [line[table.columns.index(table.group_by)] if table.group_by else "" for line in table.lines]
     for line, group, following in zip(table.lines, groups, [*groups[1:], *groups[-1:]], strict=True):
         shown.add_row(*(Text(cell) for cell in line), end_section=group != following)
-    console.print(shown)
+    return shown
 
 
 def require_writable(folder: Path, *, option: str = "output") -> None:

@@ -71,7 +71,7 @@ def _values_of(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class TrainingImages(Settings):
-    """The option --data.source of commands that train by recipes."""
+    """The images of commands that train by recipes."""
 
     source: str = Field("", description="images to train on, as in pretrain; default: those of each recipe")
 

@@ -3,9 +3,9 @@
 A recipe file begins with a comment: the command, then facts for the table, then prose.
 
     # massl pretrain --recipe massl-tiny --data photos/ --output runs/a
-    # for: photos at 64 px
+    # for: photos, 64 px
     # needs: 1 GPU
-    # expect: k-NN 5.9 -> 21.5 %
+    # expect: k-NN 5.9 -> 21.5
 
 It may extend another recipe, a shipped one or a file beside it: `base: massl-tiny`. Its own values are merged into the
 sections of the base. If it names another method, the section `method` of the base is left out.
@@ -34,7 +34,10 @@ massl recipes massl-tiny"""
 _FACTS = ("for", "needs", "expect")
 _FACT = re.compile(rf"# ({'|'.join(_FACTS)}): (.+)")
 _SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L"}
-_HINT = "massl recipes NAME prints a recipe; massl pretrain --recipe NAME --help explains its values."
+_HINT = (
+    "expect: percent at the start -> at the end as measured here, or the figure that the authors publish.\n"
+    "massl recipes NAME prints a recipe; massl pretrain --recipe NAME --help explains its values."
+)
 
 
 class RecipesSettings(Settings):
@@ -158,13 +161,11 @@ def recipe_text(name: str) -> str:
 def recipes_table(*, method: str = "", purpose: str = "") -> ResultsTable:
     """The shipped recipes, those of MaSSL first, with what their headers say."""
     lines = [_line(name, path) for name, path in shipped_recipes().items()]
-    lines.sort(key=lambda line: (line["method"] != "massl", line["method"]))
+    lines.sort(key=lambda line: (line["method"] != "massl", line["method"], line["recipe"]))
     methods = dict.fromkeys(line["method"] for line in lines)
     if method and method not in methods:
         raise RecipeError(f"no method {method!r}; there are {', '.join(methods)}.{closest(method, methods)}")
-    shown = [
-        line for line in lines if method in ("", line["method"]) and purpose.casefold() in line["for"].casefold()
-    ]
+    shown = [line for line in lines if method in ("", line["method"]) and purpose.casefold() in line["for"].casefold()]
     if not shown:
         purposes = "; ".join(dict.fromkeys(line["for"] for line in lines))
         raise RecipeError(f"no recipe is for {purpose!r}; --for may be a part of: {purposes}")

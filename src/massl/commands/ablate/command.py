@@ -25,7 +25,7 @@ from massl.commands.console import (
     result_console,
 )
 from massl.commands.device import release_memory
-from massl.commands.pretrain import pretrain
+from massl.commands.pretrain import RunInterrupted, pretrain
 from massl.commands.recipe import PretrainRecipe, TrainingImages, as_set_options, load_recipe, parse_set_options
 from massl.config import RecipeError, Settings, validate
 from massl.data.sources import open_source
@@ -40,8 +40,8 @@ _NAME = "ablation"
 
 DESCRIPTION = """Repeat one of the paper's ablations on your images.
 
-massl ablate memory-size --recipe massl-cifar --data.source photos/ --output runs/ablation
-massl ablate block-size --recipe massl-cifar --data.source photos/ --values 512 2048 --seeds 0 1 --output runs/ablation
+massl ablate memory-size --recipe massl-cifar --data photos/ --output runs/ablation
+massl ablate block-size --recipe massl-cifar --data photos/ --values 512 2048 --seeds 0 1 --output runs/ablation
 massl ablate block-sampling --recipe demo --set trainer.epochs=6 --output runs/ablation
 
 Each value is a run in its own folder; the same command again continues. Table, trend and figure, with the paper's
@@ -236,6 +236,8 @@ def _trained(run: PlannedRun, work: _Work) -> tuple[RunOutcome, int | None]:
     release_memory()
     try:
         result = pretrain(recipe=run.recipe, output=run.folder)
+    except RunInterrupted as interrupted:
+        result = interrupted.result
     except (TrainingStopped, torch.OutOfMemoryError) as error:
         print_line(work.console, f"{run.folder}: {error}", style="red")
         return replace(planned_outcome(run), state="failed", error=str(error)), None

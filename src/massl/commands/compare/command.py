@@ -22,7 +22,7 @@ from massl.commands.console import (
     result_console,
 )
 from massl.commands.device import release_memory
-from massl.commands.pretrain import pretrain
+from massl.commands.pretrain import RunInterrupted, pretrain
 from massl.commands.recipe import TrainingImages, as_set_options, load_recipe, parse_set_options
 from massl.config import MasslError, RecipeError, Settings, validate
 from massl.files import write_atomically
@@ -37,8 +37,8 @@ DESCRIPTION = """Put runs side by side: k-NN accuracy (without labels: measures 
 
 massl compare --runs runs/a runs/b --output comparison
 massl compare --methods massl,dino,ibot --recipe demo --output runs/compare
-massl compare --recipes massl-tiny,dino-tiny --data.source photos/ --set trainer.epochs=20 --output runs/compare
-massl compare --recipes massl-tiny,dino-tiny --data.source photos/ --minutes 10 --output runs/compare
+massl compare --recipes massl-tiny,dino-tiny --data photos/ --set trainer.epochs=20 --output runs/compare
+massl compare --recipes massl-tiny,dino-tiny --data photos/ --minutes 10 --output runs/compare
 
 The last three train first, each run in its own folder below --output; the same command again continues. Table,
 commands and figure go to comparison.md, .json, .png and .svg."""
@@ -78,7 +78,7 @@ class CompareSettings(Settings):
         if bool(self.methods) != bool(self.recipe):
             raise ValueError("--methods and --recipe go together: the methods, and the recipe to train them with")
         if self.runs and (self.set or self.data.source or self.minutes):
-            raise ValueError("--runs are compared as they are; --set, --minutes and --data.source need training")
+            raise ValueError("--runs are compared as they are; --set, --minutes and --data need training")
         if self.minutes and any(item.startswith("trainer.epochs=") for item in self.set):
             raise ValueError("--minutes and --set trainer.epochs both set the length of training; give one of them")
         return self
@@ -211,6 +211,8 @@ def _train_all(
             result = pretrain(recipe=training.recipe, output=training.output, data=data or None, overrides=overrides)
         except TrialStopped as stopped:
             return trained, failed, stopped.signal_number
+        except RunInterrupted as interrupted:
+            return [*trained, training.output], failed, interrupted.result.signal_number
         except MasslError as error:
             failed[name] = str(error)
         except torch.OutOfMemoryError as error:  # a result: this method needs more memory than the others
