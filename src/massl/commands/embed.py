@@ -35,7 +35,7 @@ massl embed runs/a --data photos/ --output features.parquet"""
 
 
 class EmbedSettings(ModelSettings):
-    data: str = Field(description="the images: a folder, archive or URI, as in pretrain's --data.source")
+    data: str = Field(description="the images: a folder, archive or URI, as in pretrain")
     output: str = Field(description="file to write: .parquet (needs pyarrow), .npz or .safetensors")
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 import tyro
 from PIL import Image
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from massl import distributed, keyed_random
@@ -30,7 +30,7 @@ from massl.reports.pictures.images import class_name, whole_images
 from massl.reports.pictures.neighbours import Neighbours, ShownImage, find_neighbours, neighbour_rows
 from massl.reports.pictures.sheets import GREEN, GREY, RED, SMALLEST_TILE, Tile, sheet, tile_side
 
-PictureKind = Literal["attention", "correspondence", "neighbours"]
+PictureKind = Literal["attention", "correspondence", "neighbours", "neighbors"]
 _ROWS_PER_SHEET = 16  # more go on further sheets, which stay small enough to open
 _FRAMES = {True: GREEN, False: RED, None: GREY}  # of neighbours of the same class, of another, of an unknown one
 _PAIRS = {"instance": "two views of an image", "class": "two images of a class"}
@@ -45,7 +45,7 @@ class VisualizeSettings(ModelSettings):
     """What to draw, and of which images."""
 
     kind: tyro.conf.Positional[PictureKind] = Field(description="what to draw")
-    data: str = Field(description="images to draw: a folder, archive or URI, as in pretrain's --data.source")
+    data: str = Field(description="images to draw: a folder, archive or URI, as in pretrain")
     output: str = Field(description="folder for the pictures; existing ones of the same name are replaced")
     num_images: int = Field(16, gt=0, description="images to draw, chosen by seed; correspondence: pairs of each kind")
     image_size: int | None = Field(
@@ -59,6 +59,11 @@ class VisualizeSettings(ModelSettings):
     cosine: bool = Field(False, description="correspondence: match by cosine instead of the published dot product")
     cache: str = Field("", description="neighbours: folder that keeps features for the next time; default: none")
     seed: int = Field(0, description="decides which images are chosen and how their views are cropped")
+
+    @field_validator("kind")
+    @classmethod
+    def _in_one_spelling(cls, kind: PictureKind) -> PictureKind:
+        return "neighbours" if kind == "neighbors" else kind
 
     @property
     def folder(self) -> Path:

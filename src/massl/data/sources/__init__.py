@@ -54,7 +54,7 @@ def open_source(
 def _open_path(path: str | Path, on_listing: OnListing, as_before: bool) -> ImageSource:
     name = str(path)
     if not name:
-        raise DataError("no images; set --data.source to a folder, a .npz archive, demo:train or torchvision:NAME")
+        raise DataError("no images; set --data to a folder, a .npz archive, demo:train or torchvision:NAME")
     expanded = Path(path).expanduser()
     if expanded.suffix == ".npz":
         return open_npz(expanded, name=name)
