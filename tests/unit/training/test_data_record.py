@@ -1,0 +1,96 @@
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from massl.data.identity import DataIdentity
+from massl.training.data_record import ChangedData, DataRecord
+
+
+def images(*names: str, source: str = "photos", digest: str | None = None) -> DataIdentity:
+    files = b"".join(b"7 %s\0" % name.encode() for name in names)
+    return DataIdentity(
+        digest=digest or "-".join(names), num_images=len(names), source=source, files=files, as_before=False
+    )
+
+
+def write(folder: Path, now: DataIdentity, *, is_new: bool = False, after_step: int = 0) -> DataRecord:
+    record = DataRecord(folder)
+    record.write(now, after_step=after_step, is_new=is_new)
+    return record
+
+
+def test_the_images_and_their_names_are_kept(tmp_path: Path) -> None:
+    assert not DataRecord(tmp_path).exists
+    record = write(tmp_path, images("a", "b"))
+    assert json.loads((tmp_path / "data.json").read_text()) == {
+        "digest": "a-b",
+        "num_images": 2,
+        "source": "photos",
+        "as_before": False,
+        "changes": [],
+    }
+    assert gzip.decompress((tmp_path / "data_files.gz").read_bytes()) == b"7 a\x007 b\0"
+    assert record.digests() == ["a-b"]
+    assert {path.name for path in tmp_path.iterdir()} == set(DataRecord.FILES)
+
+
+def test_the_same_images_are_accepted_and_nothing_is_written_again(tmp_path: Path) -> None:
+    record = write(tmp_path, images("a"))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    record.refuse_changes(images("a", source="elsewhere"))
+    write(tmp_path, images("a"))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    write(tmp_path, images("a", source="elsewhere"))
+    assert json.loads((tmp_path / "data.json").read_text())["source"] == "elsewhere"
+    assert record.digests() == ["a"]
+
+
+def test_other_images_are_refused_with_what_changed_and_how_to_go_on(tmp_path: Path) -> None:
+    record = write(tmp_path, images("a", "b"))
+    with pytest.raises(ChangedData, match=r"photos: 2 added \(c, d\), 1 removed \(b\).*--data\.accept_changes True"):
+        record.refuse_changes(images("a", "c", "d"))
+    with pytest.raises(ChangedData, match=r"other \(data\.source was photos\): 1 removed"):
+        record.refuse_changes(images("a", source="other"))
+
+
+def test_changed_arrays_are_told_by_their_number(tmp_path: Path) -> None:
+    def array(num_images: int, digest: str) -> DataIdentity:
+        return DataIdentity(digest=digest, num_images=num_images, source="x.npz", files=b"", as_before=False)
+
+    record = write(tmp_path, array(4, "one"))
+    with pytest.raises(ChangedData, match="5 images instead of 4"):
+        record.refuse_changes(array(5, "two"))
+    with pytest.raises(ChangedData, match="pixels"):
+        record.refuse_changes(array(4, "three"))
+
+
+def test_accepted_changes_are_listed_and_their_checkpoints_known(tmp_path: Path) -> None:
+    write(tmp_path, images("a"))
+    record = write(tmp_path, images("a", "b"), after_step=12)
+    record = write(tmp_path, images("b"), after_step=20)
+    assert record.digests() == ["b", "a", "a-b"]
+    first, second = json.loads((tmp_path / "data.json").read_text())["changes"]
+    assert first == {
+        "digest": "a",
+        "num_images": 1,
+        "source": "photos",
+        "change": "photos: 1 added (b)",
+        "after_step": 12,
+    }
+    assert second["after_step"] == 20
+    record.refuse_changes(images("b"))
+
+
+def test_a_run_that_has_not_begun_takes_any_images(tmp_path: Path) -> None:
+    write(tmp_path, images("a"))
+    assert write(tmp_path, images("b"), is_new=True).digests() == ["b"]
+    assert gzip.decompress((tmp_path / "data_files.gz").read_bytes()) == b"7 b\0"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "data.json").write_text(text)
+    with pytest.raises(ChangedData, match=r"data\.json cannot be read"):
+        DataRecord(tmp_path).refuse_changes(images("a"))
