@@ -89,7 +89,7 @@ def test_runs_are_compared_in_four_files(tmp_path: Path) -> None:
     assert written["cautions"] == list(comparison.cautions)
     document = (comparison.folder / "comparison.md").read_text()
     assert "| b | massl | 1/2 | 20.0 | 60.0 |" in document
-    assert "![k-NN against cost and epochs](comparison.png)" in document
+    assert "![The probes against cost and epochs](comparison.png)" in document
 
 
 def test_folders_of_one_name_are_labelled_apart(tmp_path: Path) -> None:
