@@ -28,11 +28,11 @@ def test_unknown_command_is_named(massl_here: Any) -> None:
     assert "usage: massl COMMAND" in answer.error
 
 
-def test_recipes_are_listed_with_their_headers(massl_here: Any) -> None:
+def test_recipes_are_listed_with_what_their_headers_say(massl_here: Any) -> None:
     answer = massl_here("recipes")
     assert answer.status == 0
-    blocks = [block.splitlines() for block in answer.output.strip().split("\n\n")]
-    assert [block[0] for block in blocks] == list(shipped_recipes())
+    listed = {line.split()[0] for line in answer.output.splitlines() if line.split()}
+    assert shipped_recipes().keys() <= listed
     assert {
         "demo",
         "massl-cifar",
@@ -42,14 +42,14 @@ def test_recipes_are_listed_with_their_headers(massl_here: Any) -> None:
         "dino-vits16",
         "ibot-vitb16",
     } <= shipped_recipes().keys()
-    for name, command, *rest in blocks:
-        assert command.strip().startswith(f"massl pretrain --recipe {name} ")
-        assert rest, f"{name} says nothing but its command"
+    assert "k-NN 65.5 -> 77.5" in answer.output
 
 
-def test_recipes_takes_no_arguments(massl_here: Any) -> None:
+def test_recipes_prints_one_in_full(massl_here: Any) -> None:
     assert massl_here("recipes", "--help").status == 0
-    assert massl_here("recipes", "demo").status == 2
+    answer = massl_here("recipes", "demo")
+    assert answer.status == 0
+    assert answer.output.strip() == shipped_recipes()["demo"].read_text().strip()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--recipe", "demo", "--help"]])

@@ -1,11 +1,14 @@
 import subprocess
 import sys
-from importlib import import_module
+import tomllib
+from importlib import import_module, metadata
+from pathlib import Path
 
 import pytest
 
 import massl
 from massl import cli
+from massl.config import MasslError
 
 LAZY = """
 import sys
@@ -38,11 +41,12 @@ def test_every_command_but_recipes_has_a_python_function_of_its_name() -> None:
     assert {*cli.COMMANDS} - {"recipes"} == {*massl.__all__} - {"load_backbone"}
 
 
-@pytest.mark.parametrize("command", [command for command in cli.COMMANDS if command != "recipes"])
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_shows_each_example_on_a_line_of_its_own_below_the_purpose(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    purpose, _, rest = import_module(cli.COMMANDS[command][1]).DESCRIPTION.partition("\n\n")
+    module = "massl.commands.pretrain_arguments" if command == "pretrain" else cli.COMMANDS[command][1]
+    purpose, _, rest = import_module(module).DESCRIPTION.partition("\n\n")
     examples = [line for line in rest.splitlines() if line.startswith("massl ")]
     assert examples
     with pytest.raises(SystemExit) as exit_request:
@@ -54,8 +58,36 @@ def test_help_shows_each_example_on_a_line_of_its_own_below_the_purpose(
     assert shown[first + len(examples)] == ""
 
 
-def test_an_unknown_command_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_suggests_the_nearest_and_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["pretrian"]) == 2
-    printed = capsys.readouterr().err
-    assert "'pretrian'" in printed
-    assert "pretrain" in printed
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert "'pretrian'" in first
+    assert "Did you mean 'pretrain'?" in first
+    assert all(any(line.split()[:1] == [command] for line in rest) for command in cli.COMMANDS)
+
+
+def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert massl.__version__ == metadata.version("massl")
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"massl {massl.__version__}\n"
+    assert "__version__" in dir(massl)
+
+
+def test_a_checkout_that_is_not_installed_has_the_version_of_the_project_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_installed(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", not_installed)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert massl.__version__ == f"{project['version']}+checkout"
+
+
+def test_errors_of_public_functions_name_arguments_and_those_of_commands_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(MasslError) as raised:
+        massl.pretrain(recipe="massl-tiny", output=tmp_path / "run")
+    assert "give data," in str(raised.value)
+    assert "--" not in str(raised.value)
+    assert cli.main(["pretrain", "--recipe", "massl-tiny", "--output", str(tmp_path / "run")]) != 0
+    assert "give --data," in capsys.readouterr().err

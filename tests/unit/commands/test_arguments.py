@@ -1,0 +1,80 @@
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import Field
+
+from massl.commands.ablate.command import AblateSettings
+from massl.commands.arguments import parse
+from massl.commands.compare.command import CompareSettings
+from massl.commands.pretrain_arguments import parse_pretrain
+from massl.commands.visualize import VisualizeSettings, visualize
+from massl.config import RecipeError, Settings
+from massl.methods import METHODS
+
+
+class Part(Settings):
+    depth: int = Field(3, description="how deep")
+
+
+class Options(Settings):
+    """Options whose defaults --help explains."""
+
+    output: str = Field(description="where to")
+    size: int | None = Field(None, description="side; default: the model's")
+    names: tuple[str, ...] = Field((), description="some names")
+    cache: str = Field("", description="a folder; default: OUTPUT/features")
+    kind: Literal["a", "b"] = Field("a", description="which")
+    part: Part = Part()
+
+
+def help_of(settings_type: type[Settings], capsys: pytest.CaptureFixture[str], **keywords: Any) -> str:
+    with pytest.raises(SystemExit):
+        parse(settings_type, "try", "", ["--help"], **keywords)
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_help_tells_defaults_once_and_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(Options, capsys)
+    assert "side; default: the model's --names" in text
+    assert "some names (default: none)" in text
+    assert "a folder; default: OUTPUT/features --kind {a,b}" in text
+    assert "which (default: a)" in text
+    assert "how deep (default: 3)" in text
+    assert "where to (required)" in text
+    assert "None)" not in text
+
+
+def test_help_tells_what_a_recipe_sets_besides_the_derived_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "the model's (here: 64)" in help_of(Options, capsys, default=Options(output="x", size=64))
+
+
+def test_values_are_parsed_as_before(tmp_path: Path) -> None:
+    given = ["--output", "x", "--size", "32", "--names", "a", "b", "--part.depth", "5", "--kind", "b"]
+    expected = Options(output="x", size=32, names=("a", "b"), part=Part(depth=5), kind="b")
+    assert parse(Options, "try", "", given) == expected
+
+
+def test_help_of_pretrain_lists_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_pretrain(["--recipe", "demo", "--help"])
+    assert f"--method.name {{{','.join(METHODS)}}}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("given", [["--data", "photos/"], ["--data=photos/"], ["--data.source", "photos/"]])
+def test_data_is_short_for_data_source(given: list[str]) -> None:
+    call = parse_pretrain(["--recipe", "massl-tiny", "--output", "x", *given])
+    assert call.recipe.data.source == "photos/"
+    compared = parse(CompareSettings, "compare", "", ["--recipes", "massl-tiny", "--output", "x", *given])
+    ablated = parse(AblateSettings, "ablate", "", ["block-size", "--recipe", "massl-tiny", "--output", "x", *given])
+    assert compared.data.source == ablated.data.source == "photos/"
+
+
+def test_neighbors_are_neighbours() -> None:
+    given = ["runs/a", "neighbors", "--data", "demo:test", "--output", "figures"]
+    assert parse(VisualizeSettings, "visualize", "", given).kind == "neighbours"
+
+
+def test_a_kind_of_picture_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="kind"):
+        visualize("runs/a", "neighbor", data="demo:test", output=tmp_path)  # type: ignore[arg-type]
