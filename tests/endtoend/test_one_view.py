@@ -90,7 +90,7 @@ def test_timms_own_rule_for_positions_gives_other_features(run: Path, photos: li
     by_timm = timm.create_model("vit_tiny_patch16_224", num_classes=0, dynamic_img_size=True, **OPTIONS)
     by_timm.load_state_dict(safetensors.torch.load_file(run / BACKBONE_FILE))
     expected = features_by_model(model, transform, photos)
-    assert difference(features_by_model(by_timm, transform, photos), expected) > 1e-2
+    assert difference(features_by_model(by_timm, transform, photos), expected) > 1e-3
 
 
 def test_every_way_takes_size_crop_and_colours_from_the_run(run: Path, photos: list[Path]) -> None:

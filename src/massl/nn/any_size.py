@@ -26,7 +26,15 @@ def for_any_size(model: nn.Module) -> nn.Module:
     """The same model, which resamples position embeddings as in training; other networks stay as they are."""
     if type(model) is VisionTransformer and model.dynamic_img_size:
         model.__class__ = AnySizeTransformer
+        model.patch_embed.register_forward_pre_hook(_whole_patches)
     return model
+
+
+def _whole_patches(patch_embed: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:  # [B, 3, H, W]
+    """Pixels beyond the last whole patch are ignored, as in training; timm refuses such images."""
+    (images,) = inputs
+    height, width = patch_embed.patch_size  # type: ignore[misc]
+    return (images[..., : images.shape[2] // height * height, : images.shape[3] // width * width],)
 
 
 def for_one_size(model: VisionTransformer, timm_arguments: Mapping[str, Any], image_size: int) -> nn.Module:

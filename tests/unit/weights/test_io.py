@@ -97,8 +97,9 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     assert len(contents) == 1
 
 
-def test_a_transformer_takes_images_of_other_sizes(tmp_path: Path) -> None:
-    backbone, images = write_run(tmp_path, VIT), torch.randn(1, 3, 32, 24)
+@pytest.mark.parametrize("shape", [(32, 24), (16, 16), (21, 35)], ids=["other", "own", "not whole patches"])
+def test_a_transformer_takes_images_of_other_sizes(tmp_path: Path, shape: tuple[int, int]) -> None:
+    backbone, images = write_run(tmp_path, VIT), torch.randn(1, 3, *shape)
     model = load_backbone(tmp_path).model
     torch.testing.assert_close(model(images), backbone(images).pooled, rtol=1e-5, atol=1e-6)
 
