@@ -22,6 +22,7 @@ from massl.data.evaluation.views import CentreView, SquareView, StoredView, Thum
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError, EncodedImage, ImageSource
 from massl.data.sources.folder import FolderSource
+from massl.data.sources.subset import UnreadableImages
 from massl.evaluations import features
 from massl.evaluations.base import LabelledFeatures
 from massl.evaluations.features import ExtractionSettings, Extractor
@@ -200,21 +201,54 @@ def test_the_users_feature_is_read_instead_of_the_protocols(extractor: Extractor
 def test_an_unreadable_image_stops_the_work_and_is_named(extractor: Extractor, tmp_path: Path) -> None:
     root = folder_of_pictures(tmp_path, [(40, 40)] * 4)
     (root / "odd" / "3.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match=r"odd/3\.png"):
+    with pytest.raises(DataError, match=r"1 of 4 .*odd/3\.png") as raised:
         extractor.features(FolderSource(root, name="pictures"), view=VIEW, feature="cls")
+    assert not isinstance(raised.value, UnreadableImages)  # too many of four to go on without them
 
 
-def test_one_unreadable_image_of_very_many_stops_the_work_too(extractor: Extractor) -> None:
-    @dataclass(frozen=True, kw_only=True, eq=False)
-    class Damaged(ArraySource):
-        def read(self, index: int) -> EncodedImage:
-            image = super().read(index)
-            return replace(image, data=b"no image") if index == 5 else image
-
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_features_of_the_readable_images_are_kept_and_not_computed_again(
+    extractor: Extractor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_cache: bool
+) -> None:
+    monkeypatch.setattr(features, "_PART_SIZE", 60)
+    extractor = replace(extractor, cache=tmp_path / "cache" if has_cache else None)
     whole = array(150, side=32)
-    damaged = Damaged(name="set", pixels=whole.pixels, labels=None, class_names=None, key_prefix="noise")
-    with pytest.raises(DataError, match=r"an image of set cannot be read: noise/5: .*; repair or remove it"):
-        extractor.features(_without_array(damaged), view=VIEW, feature="cls")
+    damaged = _without_array(_Damaged(unreadable=(5, 149), **{**vars(whole), "name": "set"}))
+    with pytest.raises(UnreadableImages, match=r"an image of set cannot be read: .*/5: .*; repair or remove") as raised:
+        extractor.features(damaged, view=VIEW, feature="cls")
+    assert len(raised.value.messages) == 2
+    num_read = damaged.num_read
+    readable = raised.value.without(damaged)
+    found = extractor.features(readable, view=VIEW, feature="cls")
+    assert damaged.num_read == num_read
+    kept = [index for index in range(150) if index not in (5, 149)]
+    assert [readable.key_of(index) for index in range(len(readable))] == [whole.key_of(index) for index in kept]
+    expected = replace(extractor, cache=None).features(whole, view=VIEW, feature="cls")
+    torch.testing.assert_close(found.rows, expected.rows[kept])
+    assert torch.equal(found.labels, expected.labels[kept])
+    if has_cache:  # the next command does not try them again
+        with pytest.raises(UnreadableImages) as again:
+            extractor.features(damaged, view=VIEW, feature="cls")
+        assert again.value.messages == raised.value.messages
+        assert damaged.num_read == num_read
+
+
+def test_images_read_one_by_one_are_never_replaced_by_others(extractor: Extractor) -> None:
+    damaged = _without_array(_Damaged(unreadable=(5,), **vars(array(150, side=32))))
+    chunks = list(torch.split(torch.arange(8), 4))
+    batches = extractor.images(damaged, chunks)
+    assert next(batches).indices.tolist() == [0, 1, 2, 3]
+    with pytest.raises(UnreadableImages, match="/5: "):
+        next(batches)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Damaged(ArraySource):
+    unreadable: tuple[int, ...]
+
+    def read(self, index: int) -> EncodedImage:
+        image = super().read(index)
+        return replace(image, data=b"no image") if index in self.unreadable else image
 
 
 def _without_array(source: ImageSource) -> Any:

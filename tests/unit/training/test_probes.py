@@ -4,10 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from massl.config import RecipeError
 from massl.data.settings import DataSettings
+from massl.data.sources import ImageSource, open_source
 from massl.data.sources.array import ArraySource
 from massl.data.views import ViewBatch, ViewSettings
 from massl.methods.base import Method, StepHyper, StepOutput
@@ -63,7 +65,7 @@ def coloured(num_images: int, *, labels: list[int] | None) -> ArraySource:
     return ArraySource(name="coloured", pixels=pixels, labels=array, class_names=names, key_prefix="coloured")
 
 
-def probe(source: ArraySource, **settings: object) -> Probe:
+def probe(source: ImageSource, **settings: object) -> Probe:
     return Probe(
         ProbeSettings(**{"num_neighbours": 3, **settings}),
         data=DataSettings(num_workers=0),
@@ -91,6 +93,23 @@ def test_a_crop_in_other_colours_finds_its_image_and_equal_features_find_it_by_c
         assert found[0] == found[1] >= 66.0
     method.backbone_to_evaluate().model.collapsed = True
     assert probe(coloured(40, labels=None)).measure(method, HYPER)["other_view_top1"] == 2.5
+
+
+def test_doubtful_classes_are_not_shown_as_accuracy_unless_they_are_chosen(tmp_path: Path) -> None:
+    for number in range(30):
+        folder = tmp_path / str(2019 + number % 3)
+        folder.mkdir(exist_ok=True)
+        pixels = np.zeros((6, 5, 3), dtype=np.uint8)
+        pixels[:, :, number % 3] = 100 + number
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    chosen = f"folder:{tmp_path}?labels=folders"
+    doubtful = probe(open_source(tmp_path))
+    assert doubtful.measure(Still(), HYPER).keys() == {"effective_rank", "num_shown", "other_view_top1"}
+    assert doubtful.raw_pixel_knn() is None
+    assert probe(open_source(chosen)).measure(Still(), HYPER)["knn_top1"] == 100.0
+    assert probe(open_source(tmp_path, as_before=True)).measure(Still(), HYPER)["knn_top1"] == 100.0
+    named = probe(open_source(tmp_path), database=str(tmp_path), queries=chosen)
+    assert named.measure(Still(), HYPER)["knn_top1"] == 100.0
 
 
 def test_wrong_labels_lower_the_score() -> None:

@@ -9,7 +9,7 @@ from massl.commands.ablate.grids import PlannedRun
 from massl.commands.evaluate.command import evaluate
 from massl.commands.recipe import PretrainRecipe
 from massl.config import RecipeError
-from massl.data.sources import DataError, ImageSource, open_source
+from massl.data.sources import DataError, ImageSource, label_doubt, open_source
 from massl.methods.massl import memory_collapse_signs
 from massl.reports.ablation.records import COMPARED_NEIGHBOURS, RunOutcome
 from massl.reports.run_reader import read_run
@@ -42,6 +42,11 @@ def choose_yardstick(recipe: PretrainRecipe, *, train: str | None, test: str | N
             "--test"
         )
     database, num_classes = _labelled(probes.database or recipe.data.source)
+    if not probes.database and not probes.queries and (doubt := label_doubt(database)):
+        raise DataError(
+            f"{recipe.data.source}: {doubt}, so probes measure no k-NN on them; if they are classes, name the images "
+            "as folder:PATH?labels=folders, or give labelled images by --train and --test"
+        )
     # without queries of their own, half of the database is held out
     num_queries = len(open_source(probes.queries)) if probes.queries else len(database) // 2
     measured = f"last probe, k={probes.num_neighbours}, {min(probes.max_queries, num_queries):,} images"

@@ -138,17 +138,39 @@ def test_few_images_are_too_few_for_a_map_but_not_for_the_rest(make_run: MakeRun
     assert num_pictures(lonely["attention"]) == 5
 
 
-def test_an_image_that_cannot_be_read_stops_its_pictures_only(make_run: MakeRun, tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_left_out_of_all_pictures(
+    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sections = drawn({"a": make_run("a", _photos_with_one_unreadable(tmp_path, num_images=24))})
+    assert "23 images of" in sentences(sections["embedding-map"])[0]
+    assert not any("cannot be read" in section.html for section in sections.values())
+    assert "skipped an unreadable image: class0/0.png: " in capsys.readouterr().err
+
+
+def test_too_many_images_that_cannot_be_read_are_a_sentence(make_run: MakeRun, tmp_path: Path) -> None:
+    sections = drawn({"a": make_run("a", _photos_with_one_unreadable(tmp_path, num_images=12))})
+    assert "cannot be read" in sentences(sections["embedding-map"])[0]
+    assert "cannot be read" in sentences(sections["neighbours"])[0]
+
+
+def test_doubtful_classes_are_no_classes_on_the_page(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = _photos_with_one_unreadable(tmp_path, num_images=24)
+    for number in (0, 1):
+        (folder / f"class{number}").rename(folder / str(2019 + number))
+    assert "fig-legend" not in drawn({"a": make_run("a", folder)})["embedding-map"].html
+    chosen = make_run("b", f"folder:{folder}?labels=folders")
+    assert "fig-legend" in drawn({"b": chosen})["embedding-map"].html
+
+
+def _photos_with_one_unreadable(tmp_path: Path, *, num_images: int) -> Path:
     from PIL import Image
 
     folder = tmp_path / "photos"
-    for number in range(12):
+    for number in range(num_images):
         (folder / f"class{number % 2}").mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (20, 16), (20 * number, 50, 90)).save(folder / f"class{number % 2}" / f"{number}.png")
+        Image.new("RGB", (20, 16), (10 * number, 50, 90)).save(folder / f"class{number % 2}" / f"{number}.png")
     (folder / "class0" / "0.png").write_bytes(b"no picture")
-    sections = drawn({"a": make_run("a", folder)})
-    assert "cannot be read" in sentences(sections["embedding-map"])[0]
-    assert "cannot be read" in sentences(sections["neighbours"])[0]
+    return folder
 
 
 def test_without_labels_nothing_is_right_or_wrong(make_run: MakeRun, tmp_path: Path) -> None:

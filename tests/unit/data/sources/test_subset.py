@@ -12,7 +12,7 @@ from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.sources import open_source
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError, ImageSource
-from massl.data.sources.subset import SubsetSource
+from massl.data.sources.subset import SubsetSource, UnreadableImages
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +120,33 @@ def test_the_fingerprint_changes_with_the_source_and_with_the_choice(photographs
 def test_a_choice_that_does_not_fit_is_refused(array: ArraySource, indices: Tensor, message: str) -> None:
     with pytest.raises(DataError, match=message):
         SubsetSource(array, indices, name="some")
+
+
+def test_a_subset_without_labels_has_none_anywhere(array: ArraySource) -> None:
+    chosen = torch.tensor([0, 1, 3])
+    subset = SubsetSource(array, chosen, name="x", labelled=False)
+    assert subset.class_names is None
+    assert [subset.label_of(index) for index in range(3)] == [None] * 3
+    assert subset.read(1).label is None
+    assert subset.fingerprint() != SubsetSource(array, chosen, name="x").fingerprint()
+
+
+def test_unreadable_images_are_taken_out_of_every_source_that_has_them(array: ArraySource) -> None:
+    outer = SubsetSource(array, torch.tensor([5, 3, 1]), name="outer")
+    inner = SubsetSource(outer, torch.tensor([2, 0]), name="inner")  # images 1 and 5
+    error = UnreadableImages(inner, {1: "empty"})
+    assert isinstance(error, DataError)
+    assert error.messages == ["x/5: empty"]
+
+    def left(source: ImageSource) -> list[str]:
+        rest = error.without(source)
+        assert rest.name == source.name
+        return [rest.key_of(index) for index in range(len(rest))]
+
+    assert left(array) == ["x/0", "x/1", "x/2", "x/3", "x/4"]
+    assert left(outer) == ["x/3", "x/1"]
+    assert left(inner) == ["x/1"]
+    others = SubsetSource(array, torch.tensor([0, 2]), name="others")
+    assert error.without(others) is others
+    stranger = ArraySource(name="s", pixels=array.pixels, labels=None, class_names=None, key_prefix="x")
+    assert error.without(stranger) is stranger
