@@ -14,6 +14,8 @@ from massl.data.sources import open_source
 from massl.methods.massl import MaSSL
 from massl.nn.backbone import Backbone
 from massl.ops.image_ops import normalise
+from massl.reports.run_reader import read_run
+from massl.reports.verdict import verdict
 
 STEP_KEYS = {"step", "epoch", "loss", "lr", "weight_decay", "momentum", "teacher_temperature", "images_per_second"}
 PROBE_KEYS = {"knn_top1", "effective_rank", "embedding_spread", "teacher_entropy", "memory_winner_share"}
@@ -51,8 +53,14 @@ def test_run_folder_holds_recipe_environment_metrics_and_backbone(
     assert environment["world_size"] == 1
     assert len(list((run / "tensorboard").glob("events.out.tfevents.*"))) == 1
     baseline = json.loads((run / "baseline.json").read_text())
-    assert baseline.keys() == {"raw_pixel_knn"}
-    assert f"raw pixels: {baseline['raw_pixel_knn']:.1f} %" in capfd.readouterr().err
+    assert baseline.keys() == {"raw_pixel_knn", "num_queries"}
+    assert baseline["num_queries"] == 24
+    printed = capfd.readouterr().err
+    assert f"Raw pixels reach {baseline['raw_pixel_knn']:.1f} %" in printed
+    found = verdict(read_run(run))
+    assert f"verdict: {found.headline}" in printed
+    assert found.next_step.command in printed
+    assert found.page in printed
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows == result.metrics
@@ -254,7 +262,9 @@ def test_an_even_teacher_is_said_to_be_slow_and_warnings_stay_in_the_run_folder(
     )
     run = pretrain("run", {"trainer.max_steps": 12, "probes.every_epochs": 1})
     printed = [
-        line.removeprefix("warning: ") for line in capfd.readouterr().err.splitlines() if "troubleshooting" in line
+        line.removeprefix("warning: ")
+        for line in capfd.readouterr().err.splitlines()
+        if line.startswith("warning: training")
     ]
     assert (
         len(

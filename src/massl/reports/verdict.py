@@ -25,6 +25,7 @@ _DEFAULT_QUERIES = 2_000  # probes.max_queries of runs that did not record a num
 _FEW_STEPS = 3_000  # for memory-based training a few thousand steps are the very beginning (docs/results)
 _LEAST_RECENT = 3  # probes that a trend needs
 _PROBED = frozenset(PROBE_METRICS)
+_COLLAPSED, _SEE = "training may have collapsed: ", f". See {_PAGE}."  # around a sign in warnings.jsonl
 
 
 class NextStep(NamedTuple):
@@ -111,15 +112,17 @@ def _margin(run: Run) -> float:
 
 
 def _is_rising(run: Run) -> bool:
-    """Whether the line through the last third of the probes rises by more than a standard error over that time.
+    """Whether the line through the last third of the probes rises by more than a standard error, up to the last one.
 
     One standard error, not two: a line through several probes is surer than the difference of two.
     """
-    recent = _recent(run.probes)
+    recent, error = _recent(run.probes), _margin(run) / 2
     if len(recent) < _LEAST_RECENT or recent[-1].epoch == recent[0].epoch:
         return False
+    if run.last.knn_top1 < max(probe.knn_top1 for probe in recent) - error:
+        return False
     fit = statistics.linear_regression([probe.epoch for probe in recent], [probe.knn_top1 for probe in recent])
-    return fit.slope * (recent[-1].epoch - recent[0].epoch) > _margin(run) / 2
+    return fit.slope * (recent[-1].epoch - recent[0].epoch) > error
 
 
 def _recent(probes: Sequence[KnnPoint]) -> Sequence[KnnPoint]:
@@ -132,9 +135,9 @@ def _collapse_signs(run: Run) -> list[str]:
     """Signs at the last probe: those of any method, and the method's own, which training wrote as warnings."""
     last = next(row for row in reversed(run.rows) if _PROBED & row.keys())
     known = general_collapse_signs(dict(last)) if "effective_rank" in last else []
-    signs = [f"{sign[0].upper()}{sign[1:]}." for sign in known]
-    own = [warning.text for warning in run.warnings if warning.step == last["step"]]
-    return signs or [f"{text[0].upper()}{text[1:]}" for text in own if "may have collapsed" in text]
+    own = [warning.text for warning in run.warnings if warning.step == last["step"] and _COLLAPSED in warning.text]
+    known += [text.removesuffix(_SEE).removeprefix(_COLLAPSED) for text in own]
+    return [f"{sign[0].upper()}{sign[1:].rstrip('.')}." for sign in dict.fromkeys(known)]
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,14 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 
+class StepAbandoned(Exception):
+    """A signal arrived between the parts of a step; nothing of the step may remain."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step  # which is also the number of updates done before it
+
+
 class StopRequest:
     """While active, stores the first signal instead of exiting, and acknowledges it at once."""
 

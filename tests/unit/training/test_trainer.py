@@ -24,7 +24,8 @@ from massl.training.metrics_log import TIMING_KEYS, read_metrics
 from massl.training.probes import Probe
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
-from massl.training.trainer import FitResult, Trainer, TrainerSettings, TrainingStopped
+from massl.training.settings import TrainerSettings
+from massl.training.trainer import FitResult, Trainer, TrainingStopped
 
 SOURCE = ArraySource(
     name="noise",
@@ -71,7 +72,7 @@ class Faulty(MaSSL):
 
 def trainer(output: Path, *, method_type: type[MaSSL] = MaSSL, **changes: Any) -> Trainer:
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    recipe = validate(PretrainRecipe, merge(RECIPE, dotted), origin="test")
+    recipe = validate(PretrainRecipe, merge(RECIPE, dotted, PretrainRecipe), origin="test")
     settings = recipe.trainer
     order = EpochOrder(num_images=len(SOURCE), batch_size=settings.batch_size, seed=settings.seed)
     folder = RunFolder(output, recipe)
@@ -187,6 +188,45 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_to_go_on_from(
     assert_equal(checkpoint(tmp_path, 6), checkpoint(straight_run, 6))
 
 
+class StoppedInPart(MaSSL):
+    """Asks to stop in the first part of step 3, or in the first part of the batch before training."""
+
+    at_pass = 2 + 2 * 3 + 1  # two parts a batch, the one before training too
+
+    def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
+        self.num_passes = getattr(self, "num_passes", 0) + 1
+        if self.num_passes == self.at_pass:
+            signal.raise_signal(signal.SIGINT)
+        return super().forward(views, hyper)
+
+
+def test_a_signal_between_parts_abandons_the_step_and_the_run_goes_on_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Batch norm: its running averages must not remember the part that was computed.
+    changes = {"trainer__accumulation_steps": 2, "method__head__batch_norm": True}
+    fit(tmp_path / "straight", **changes)
+    stopped = fit(tmp_path / "stopped", method_type=StoppedInPart, **changes)
+    assert stopped == FitResult(step=3, finished=False, signal_number=signal.SIGINT)
+    assert "stopping after this part of the step" in capsys.readouterr().err
+    assert fit(tmp_path / "stopped", **changes).finished
+    assert_equal(checkpoint(tmp_path / "stopped", 6), checkpoint(tmp_path / "straight", 6))
+    assert rows_without_timing(tmp_path / "stopped") == rows_without_timing(tmp_path / "straight")
+
+
+def test_a_signal_before_the_first_step_saves_nothing_and_the_run_begins_anew(tmp_path: Path) -> None:
+    class StoppedAtStart(StoppedInPart):
+        at_pass = 1
+
+    changes = {"trainer__accumulation_steps": 2}
+    stopped = fit(tmp_path / "stopped", method_type=StoppedAtStart, **changes)
+    assert stopped == FitResult(step=0, finished=False, signal_number=signal.SIGINT)
+    assert not (tmp_path / "stopped" / "checkpoints").exists()
+    fit(tmp_path / "straight", **changes)
+    assert fit(tmp_path / "stopped", **changes).finished
+    assert_equal(checkpoint(tmp_path / "stopped", 6), checkpoint(tmp_path / "straight", 6))
+
+
 def test_a_finished_run_does_nothing_when_started_again(straight_run: Path) -> None:
     before = {path: path.read_bytes() for path in straight_run.rglob("*") if path.is_file()}
     assert fit(straight_run) == FitResult(step=6, finished=True, signal_number=None)
@@ -288,7 +328,7 @@ def test_what_a_method_freezes_stands_still_for_its_epochs_and_is_then_trained_f
 def test_views_carry_the_labels_of_their_images(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     images = run.loader.at(0)
-    assert torch.equal(run._views(images, run.schedules.at(0)).labels, images.labels)
+    assert torch.equal(run._make_views(images, epoch=0).labels, images.labels)
     run.loader.close()
 
 

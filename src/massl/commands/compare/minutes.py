@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from massl.commands.console import require_writable
-from massl.commands.pretrain import pretrain
+from massl.commands.pretrain import RunInterrupted, pretrain
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import MasslError, RecipeError, flatten
 from massl.data.order import EpochOrder
@@ -84,6 +84,8 @@ def measured_images_per_second(recipe: PretrainRecipe, *, name: str, beside: Pat
     }
     try:
         result = pretrain(recipe=recipe, output=folder, overrides=trial)
+    except RunInterrupted as interrupted:
+        result = interrupted.result
     except MasslError as error:
         raise MasslError(f"the speed trial failed, see {folder}: {error}") from error
     shutil.rmtree(folder)

@@ -60,7 +60,8 @@ def test_a_page_is_whole_and_says_when_it_was_made(make_run: MakeRun) -> None:
     checked.feed(page)
     assert checked.open == []
     assert len(set(checked.ids)) == len(checked.ids)
-    assert {"summary", "training", "more", "page-data"} <= set(checked.ids)
+    assert {"verdict", "summary", "training", "more", "page-data"} <= set(checked.ids)
+    assert checked.ids.index("verdict") < checked.ids.index("summary")
     assert "4 May 2026, 12:00 UTC" in page
     assert "A &lt;title&gt;" in page
     assert "<p>words</p>" in page

@@ -1,0 +1,124 @@
+"""What `massl pretrain` prints before and after training."""
+
+import math
+import shlex
+import time
+
+import torch
+from rich.console import Console
+
+from massl import distributed
+from massl.commands.console import print_line
+from massl.commands.recipe import PretrainRecipe
+from massl.commands.recipes import shipped_recipes
+from massl.nn.backbone import Backbone
+from massl.reports.run_reader import read_run
+from massl.reports.verdict import verdict
+from massl.training.probes import Probe
+from massl.training.progress import duration_text
+from massl.training.trainer import FitResult, Trainer
+
+_LONG_SECONDS = 3 * 3600  # of a run on a CPU, from which on something smaller is suggested
+_SMALL_SIDE = 64  # pixels of the views of the recipes named METHOD-tiny
+
+
+def announce(recipe: PretrainRecipe, trainer: Trainer, num_images: int, console: Console) -> None:
+    """Print the derived values once, so that no default is hidden."""
+    device, execution, schedules = trainer.device, trainer.execution, trainer.schedules
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    views, settings = recipe.views, recipe.trainer
+    local_views = f" + {views.num_local} x {views.local_size} px" if views.num_local else ""
+    rate = recipe.optimizer.peak_learning_rate(settings.batch_size)
+    print_line(
+        console,
+        f"{recipe.method.name} on {recipe.data.source}: {num_images:,} images, {schedules.steps_per_epoch} steps an "
+        f"epoch, {schedules.num_steps:,} steps\n"
+        f"{recipe.backbone.name}, {views.num_global} x {views.global_size} px{local_views} views, "
+        f"batch {settings.batch_size}, peak learning rate {rate:.3g}, {settings.precision}, "
+        f"{distributed.world_size()} x {name}\n"
+        f"kernels: {execution.networks}; CUDA graph: {'yes' if execution.cuda_graph else 'no'}",
+    )
+    num_steps_left = trainer.end_step - max(trainer.store.steps(), default=0)
+    if device.type == "cpu" and num_steps_left > 0:
+        seconds = seconds_per_step_on_cpu(recipe, trainer.method.backbone_to_evaluate()) / distributed.world_size()
+        caution = cpu_caution(recipe, num_images, seconds_per_step=seconds, num_steps=num_steps_left)
+        if caution:
+            print_line(console, f"warning: {caution}", style="yellow")
+
+
+@torch.no_grad()
+def seconds_per_step_on_cpu(recipe: PretrainRecipe, backbone: Backbone) -> float:
+    """A rough guess from passes of empty images, before training.
+
+    A view costs the student three passes (the backward one counts twice) and a global view the teacher one more. Heads
+    and augmentation are left out; a method that encodes only some patches is faster.
+    """
+    was_training, is_bf16 = backbone.training, recipe.trainer.precision == "bf16"
+    backbone.eval()
+
+    def pass_seconds(size: int) -> float:
+        images = torch.zeros(max(2, min(64, 2 * 224**2 // size**2)), 3, size, size)
+        elapsed = []
+        for _ in range(2):  # the first pass prepares
+            start = time.perf_counter()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
+                backbone(images)
+            elapsed.append(time.perf_counter() - start)
+        return min(elapsed) / len(images)
+
+    views = recipe.views
+    seconds = 4 * views.num_global * pass_seconds(views.global_size)
+    if views.num_local:
+        seconds += 3 * views.num_local * pass_seconds(views.local_size)
+    backbone.train(was_training)
+    return seconds * recipe.trainer.batch_size
+
+
+def cpu_caution(recipe: PretrainRecipe, num_images: int, *, seconds_per_step: float, num_steps: int) -> str | None:
+    """How long a run takes on a CPU, and what suits a CPU better; None if it is short enough."""
+    seconds = seconds_per_step * num_steps
+    if seconds < _LONG_SECONDS:
+        return None
+    long = f"on this CPU it takes roughly {duration_text(seconds)}, {duration_text(seconds_per_step)} a step"
+    small = f"{recipe.method.name}-tiny"
+    if recipe.views.global_size <= _SMALL_SIDE or small not in shipped_recipes():
+        epochs = max(1, int(recipe.trainer.epochs * _LONG_SECONDS / seconds))
+        return f"{long}. Fewer epochs take less time: --trainer.epochs {epochs}"
+    command = ["massl", "pretrain", "--recipe", small, "--backbone.name", "vit_tiny_patch16_224"]
+    command += ["--data", recipe.data.source, "--output", "runs/small"]
+    smallest_batch = 2 ** max(1, int(math.log2(max(num_images, 2))) - 2)
+    if num_images < 4 * 256:  # the batch of these recipes is 256
+        command += ["--trainer.batch_size", str(smallest_batch)]
+    return f"{long}. A small network at {_SMALL_SIDE} px suits a CPU: {shlex.join(command)}"
+
+
+def summarise(result: FitResult, trainer: Trainer, probe: Probe | None, console: Console) -> None:
+    """Print the last lines of a run: what it reached, what that means, and where it is kept."""
+    folder = trainer.folder
+    raw_pixels = probe.raw_pixel_knn() if probe is not None and result.finished else None  # all ranks take part
+    if not distributed.is_main():
+        return
+    if not result.finished:
+        print_line(console, f"{stopped_words(result, trainer)}, the same command continues")
+        return
+    num_steps = trainer.schedules.num_steps
+    if trainer.end_step < num_steps:
+        print_line(
+            console, f"finished: {result.step} of {num_steps} steps, as trainer.max_steps asks; raise it to continue"
+        )
+    else:
+        print_line(console, f"finished: all {result.step} steps are done; for another run choose another --output")
+    files = "backbone.safetensors, metrics.jsonl, recipe.yaml, checkpoints/, tensorboard/"
+    print_line(console, f"run folder: {folder.path} ({files})")
+    if probe is not None:
+        if raw_pixels is not None:
+            folder.write_json("baseline.json", {"raw_pixel_knn": raw_pixels, "num_queries": probe.num_queries})
+        found = verdict(read_run(folder.path))
+        print_line(console, f"verdict: {found.headline}. {' '.join(found.reasons)}", style="bold")
+        print_line(console, f"next: {found.next_step.purpose}: {found.next_step.command}\nmore: {found.page}")
+
+
+def stopped_words(result: FitResult, trainer: Trainer) -> str:
+    """Where a signal stopped the run, and whether a checkpoint exists."""
+    kept = "a checkpoint is saved" if trainer.store.steps() else "there was nothing to save yet"
+    return f"stopped at step {result.step} of {trainer.end_step}; {kept}"
