@@ -1,10 +1,12 @@
+from typing import Any
+
 import pytest
 import timm
 import torch
 from torch import Tensor
 
 from massl.config import RecipeError
-from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
+from massl.nn.backbone import Backbone, BackboneSettings, build_backbone, refuse_published_weights
 from massl.nn.transformer.plain import class_token_of_last_block, has_plain_attention
 
 TINY = BackboneSettings(
@@ -296,3 +298,24 @@ def test_checkpointing_refuses_dropout_whose_mask_it_could_not_repeat() -> None:
     )
     with pytest.raises(RecipeError, match="dropout"):
         build_backbone(settings, seed=0).set_activation_checkpointing(True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"name": "vit_small_patch16_224.dino"}, r"backbone\.name 'vit_small_patch16_224\.dino'"),
+        ({"timm_options": {"pretrained": True}}, r"backbone\.timm_options\.pretrained\b"),
+        ({"timm_options": {"checkpoint_path": "x.pth"}}, r"backbone\.timm_options\.checkpoint_path"),
+        ({"timm_options": {"pretrained_cfg": "dino"}}, r"backbone\.timm_options\.pretrained_cfg"),
+        ({"timm_options": {"model_name": "resnet18.a1_in1k"}}, r"backbone\."),
+    ],
+)
+def test_published_weights_are_refused_as_a_start(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{key}.*not supported yet"):
+        refuse_published_weights(BackboneSettings(**settings))
+
+
+def test_a_network_without_weights_is_not_refused() -> None:
+    refuse_published_weights(
+        BackboneSettings(name="resnet18", timm_options={"pretrained": False, "zero_init_last": True})
+    )

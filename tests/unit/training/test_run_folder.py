@@ -7,6 +7,8 @@ import yaml
 
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import flatten
+from massl.data.identity import DataIdentity
+from massl.training.data_record import ChangedData
 from massl.training.run_folder import MAY_CHANGE, RunFolder, RunFolderError
 
 
@@ -73,6 +75,7 @@ def test_a_backbone_of_other_options_is_another_recipe(tmp_path: Path) -> None:
 def test_what_decides_no_result_may_change(tmp_path: Path) -> None:
     claim(tmp_path)
     claim(tmp_path, trainer__max_steps=7, data__num_workers=0, trainer__accumulation_steps=2, trainer__device="cpu")
+    claim(tmp_path, trainer__max_steps=7, trainer__log_every_steps=3, data__cache_gib=1.0)
     # the file says what was run last
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["trainer"]["max_steps"] == 7
     kept = RunFolder(tmp_path, recipe()).binding_text()
@@ -90,6 +93,104 @@ def test_a_checkpoint_of_other_values_differs_but_not_for_settings_that_it_did_n
     assert RunFolder(tmp_path, recipe()).differences_from(json.dumps(newer)) == [
         "optimizer.nesterov was True, now None"
     ]
+
+
+def test_values_that_became_free_do_not_bind_older_checkpoints(tmp_path: Path) -> None:
+    kept = json.loads(RunFolder(tmp_path, recipe()).binding_text())
+    older = json.dumps({**kept, "data.source": "elsewhere", "trainer.log_every_steps": 7})
+    assert RunFolder(tmp_path, recipe()).differences_from(older) == []
+
+
+def test_more_epochs_are_refused_with_the_way_to_train_for_longer(tmp_path: Path) -> None:
+    claim(tmp_path)
+    with pytest.raises(RunFolderError, match=rf"trainer\.epochs was 14, now 20.*--start_from {tmp_path} --output"):
+        claim(tmp_path, trainer__epochs=20)
+    with pytest.raises(RunFolderError, match=r"trainer\.epochs was 14, now 5") as caught:
+        claim(tmp_path, trainer__epochs=5)
+    assert "--start_from" not in str(caught.value)
+
+
+def images(digest: str, source: str = "photos") -> DataIdentity:
+    return DataIdentity(digest=digest, num_images=3, source=source, files=b"1 %s\0" % digest.encode(), as_before=False)
+
+
+def claim_with(path: Path, data: DataIdentity, *, accept_changes: bool = False, source: str = "photos") -> RunFolder:
+    folder = RunFolder(path, recipe(data__source=source), data)
+    with folder.claimed(is_writer=True, accept_changes=accept_changes):
+        (path / "metrics.jsonl").touch()
+    return folder
+
+
+def test_the_same_images_elsewhere_continue_and_others_are_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    claim_with(tmp_path, images("a"))
+    claim_with(tmp_path, images("a", "elsewhere"), source="elsewhere")
+    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["data"]["source"] == "elsewhere"
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ChangedData, match="1 added"):
+        claim_with(tmp_path, images("b"), source="third")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_changed_images_are_taken_if_accepted_and_their_checkpoints_stay_known(tmp_path: Path) -> None:
+    before = claim_with(tmp_path, images("a"))
+    after = claim_with(tmp_path, images("b"), accept_changes=True)
+    assert claim_with(tmp_path, images("b")).data_digest == "b"
+    text = after.binding_text()
+    assert after.differences_from(text, data_digest=before.data_digest) == []
+    assert after.differences_from(text, data_digest="") == []
+    assert after.differences_from(text, data_digest="c") == ["it was trained on other images"]
+
+
+def test_a_run_without_a_record_of_its_images_keeps_its_source_and_gets_a_record(tmp_path: Path) -> None:
+    claim(tmp_path, data__source="photos")
+    assert RunFolder(tmp_path, recipe(data__source="photos")).lists_as_before
+    with pytest.raises(RunFolderError, match=r"data\.source was 'photos', now 'elsewhere'"):
+        claim_with(tmp_path, images("a"), source="elsewhere")
+    claim_with(tmp_path, images("a"))
+    assert not RunFolder(tmp_path, recipe(data__source="photos")).lists_as_before
+    with pytest.raises(ChangedData):
+        claim_with(tmp_path, images("b"))
+
+
+def test_a_new_run_lists_its_images_by_the_present_rules(tmp_path: Path) -> None:
+    assert not RunFolder(tmp_path / "run", recipe()).lists_as_before
+
+
+def test_images_may_still_be_corrected_until_training_begins(tmp_path: Path) -> None:
+    for digest in "ab":
+        with RunFolder(tmp_path, recipe(), images(digest)).claimed(is_writer=True):
+            pass
+    assert json.loads((tmp_path / "data.json").read_text())["changes"] == []
+
+
+def test_a_run_keeps_where_it_started(tmp_path: Path) -> None:
+    start, folder = tmp_path / "old", RunFolder(tmp_path / "new", recipe())
+    with folder.claimed(is_writer=True, start_from=start):
+        (folder.path / "metrics.jsonl").touch()
+    assert folder.start_from == start
+    for given in (start, None):
+        with folder.claimed(is_writer=True, start_from=given):
+            assert folder.start_from == start
+    with (
+        pytest.raises(RunFolderError, match="started from"),
+        folder.claimed(is_writer=True, start_from=tmp_path / "other"),
+    ):
+        pass
+
+
+def test_a_run_that_began_from_random_weights_takes_no_others(tmp_path: Path) -> None:
+    claim(tmp_path)
+    with (
+        pytest.raises(RunFolderError, match="random weights"),
+        RunFolder(tmp_path, recipe()).claimed(is_writer=True, start_from=tmp_path / "old"),
+    ):
+        pass
+
+
+def test_a_folder_left_before_its_recipe_was_written_may_be_used_again(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, recipe(), images("a")).claimed(is_writer=True, start_from=tmp_path / "old"):
+        (tmp_path / "recipe.yaml").unlink()
+    claim(tmp_path)
 
 
 def test_everything_that_may_change_exists() -> None:

@@ -1,0 +1,63 @@
+import pytest
+
+from massl import distributed
+from massl.commands.recipe import load_recipe
+from massl.config import MasslError, RecipeError
+from massl.data.identity import DataIdentity
+from massl.training.ranks import OtherRankStopped, require_equal_ranks, stop_together
+
+
+def images(digest: str = "a", source: str = "photos", num_images: int = 3) -> DataIdentity:
+    return DataIdentity(digest=digest, num_images=num_images, source=source, files=b"", as_before=False)
+
+
+def see(monkeypatch: pytest.MonkeyPatch, *answers: object) -> None:
+    """What a second rank answers in each exchange."""
+    remaining = iter(answers)
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: [value, next(remaining)])
+
+
+def test_an_error_leaves_as_it_is_and_without_one_nothing_happens() -> None:
+    with stop_together():
+        pass
+    with pytest.raises(RecipeError, match="mine"), stop_together():
+        raise RecipeError("mine")
+
+
+def test_the_error_of_another_rank_stops_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, "photos does not exist")
+    with pytest.raises(OtherRankStopped, match="rank 1 stopped: photos does not exist") as caught, stop_together():
+        pass
+    assert isinstance(caught.value, MasslError)
+
+
+def exchanged(monkeypatch: pytest.MonkeyPatch, data: DataIdentity, **changes: object) -> list[object]:
+    """What a rank sends when it compares itself with the others."""
+    sent: list[object] = []
+
+    def alone(value: object) -> list[object]:
+        sent.append(value)
+        return [value]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distributed, "gather_objects", alone)
+        require_equal_ranks(load_recipe("demo", {key.replace("__", "."): changes[key] for key in changes}), data)
+    return sent
+
+
+def test_ranks_with_other_images_are_refused_and_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe("demo")
+    see(monkeypatch, *exchanged(monkeypatch, images("b", "elsewhere", 2)))
+    with pytest.raises(RecipeError, match=r"rank 0 sees 3 images in photos.*rank 1 sees 2 images in elsewhere"):
+        require_equal_ranks(recipe, images())
+
+
+def test_ranks_with_the_same_images_elsewhere_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, *exchanged(monkeypatch, images("a", "there"), data__source="there", data__num_workers=3))
+    require_equal_ranks(load_recipe("demo"), images())
+
+
+def test_ranks_of_other_recipes_are_refused_and_the_values_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, *exchanged(monkeypatch, images(), trainer__max_steps=5))
+    with pytest.raises(RecipeError, match=r"trainer\.max_steps is None on rank 0, 5 on rank 1"):
+        require_equal_ranks(load_recipe("demo"), images())
