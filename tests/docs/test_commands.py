@@ -24,7 +24,7 @@ from massl.commands.embed import EmbedSettings
 from massl.commands.evaluate.settings import EvaluateSettings
 from massl.commands.pretrain_arguments import parse_pretrain
 from massl.commands.recipe import load_recipe, parse_set_options
-from massl.commands.recipes import recipe_header, shipped_recipes
+from massl.commands.recipes import RecipesSettings, recipe_header, recipe_text, recipes_table, shipped_recipes
 from massl.commands.report.command import ReportSettings
 from massl.commands.visualize import VisualizeSettings
 
@@ -78,8 +78,8 @@ def check(words: list[str]) -> None:
 
 
 def check_massl(arguments: list[str]) -> None:
-    command, *options = arguments
-    if "--help" in options:
+    command, *options = arguments[: arguments.index(">")] if ">" in arguments else arguments
+    if "--help" in options or command in ("--version", "--completion"):
         assert status_of([command, *options]) == 0
     else:
         MASSL_CHECKS[command](options)
@@ -125,7 +125,10 @@ def check_ablate(options: list[str]) -> None:
 
 
 def check_recipes(options: list[str]) -> None:
-    assert options == []
+    settings = parse(RecipesSettings, "recipes", "", options)
+    if settings.name:
+        assert recipe_text(settings.name)
+    assert recipes_table(method=settings.method, purpose=settings.purpose).lines
 
 
 def check_torchrun(arguments: list[str]) -> None:
@@ -279,6 +282,8 @@ def test_every_yaml_block_is_a_recipe(yaml_block: Any, tmp_path: Path) -> None:
         "massl compare --methods massl,dyno --recipe demo --output runs/a",
         "massl ablate block-size --recipe demo --values 4096 --output runs/a",
         "massl teach runs/a",
+        "massl --completion cmd",
+        "massl recipes --for cats",
         "torchrun --nproc-per-nodes 4 -m massl pretrain --recipe demo --output runs/a",
         "make coffee",
         "pip install '.[gpu]'",
