@@ -119,7 +119,7 @@ def test_every_command_goes_through_a_messy_folder_and_skips_the_same_images(
         ),
         "evaluate": massl_here(
             *("evaluate", run, "--protocol", "knn", "linear", "low-shot", "correspondence"),
-            *("--train", messy, "--test", messy, "--output", results, "--linear.epochs", "2"),
+            *("--train", messy, "--test", messy, "--output", results, "--feature", "cls", "--linear.epochs", "2"),
             *("--low-shot.per_class", "2", "--low-shot.draws", "1", "--low-shot.linear.epochs", "2"),
         ),
         "report": massl_here("report", run, "--output", page),

@@ -172,12 +172,10 @@ def _measure(
     def measure(*readable: ImageSource | None) -> tuple[list[Measurement], int]:
         train, test, validation = readable
         chosen = replace(data, train=train, test=test, validation=validation)
-        num_given, num_readable = (
-            # by identity: the training images may be the test images
-            sum({id(source): len(source) for source in sources if source is not None}.values())
-            for sources in (given, readable)
-        )
-        return list(PROTOCOLS[job.protocol].measure(extractor, chosen, job.settings)), num_given - num_readable
+        pairs = [(whole, rest) for whole, rest in zip(given, readable, strict=True) if whole and rest]
+        # by identity: the training images may be the test images
+        left_out = {id(whole): len(whole) - len(rest) for whole, rest in pairs}
+        return list(PROTOCOLS[job.protocol].measure(extractor, chosen, job.settings)), sum(left_out.values())
 
     return unreadable.run(measure, *given)
 
