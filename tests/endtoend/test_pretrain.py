@@ -1,6 +1,7 @@
 """`massl pretrain` from images to run folder."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,18 @@ from massl.reports.run_reader import read_run
 from massl.reports.verdict import verdict
 
 STEP_KEYS = {"step", "epoch", "loss", "lr", "weight_decay", "momentum", "teacher_temperature", "images_per_second"}
-PROBE_KEYS = {"knn_top1", "effective_rank", "embedding_spread", "teacher_entropy", "memory_winner_share"}
+PROBE_KEYS = {
+    "knn_top1",
+    "effective_rank",
+    "embedding_spread",
+    "memory_winner_share",
+    "other_view_top1",
+    "teacher_entropy",
+}
+
+
+class Unfinished(Exception):
+    """A run that should have got to its end."""
 
 
 @pytest.fixture
@@ -29,7 +41,8 @@ def pretrain(recipe: Path, archive: Path, tmp_path: Path) -> Callable[..., Path]
         result = massl.pretrain(
             recipe=recipe, data=source, output=tmp_path / name, overrides={"probes.every_epochs": 0, **overrides}
         )
-        assert result.finished
+        if not result.finished:
+            raise Unfinished(result)
         return result.folder
 
     return run
@@ -54,7 +67,7 @@ def test_run_folder_holds_recipe_environment_metrics_and_backbone(
     assert len(list((run / "tensorboard").glob("events.out.tfevents.*"))) == 1
     baseline = json.loads((run / "baseline.json").read_text())
     assert baseline.keys() == {"raw_pixel_knn", "num_queries"}
-    assert baseline["num_queries"] == 24
+    assert baseline["num_queries"] == 16
     printed = capfd.readouterr().err
     assert f"Raw pixels reach {baseline['raw_pixel_knn']:.1f} %" in printed
     found = verdict(read_run(run))
@@ -226,6 +239,32 @@ def test_overrides_in_python_are_the_flags_of_the_command_line(
     assert answer.status == 0, answer.text
     assert (tmp_path / "flags" / "recipe.yaml").read_text() == (from_python / "recipe.yaml").read_text()
     runs.assert_bitwise_equal(tmp_path / "flags", from_python)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_in_python_ctrl_c_raises_after_saving_and_sigterm_returns(
+    number: signal.Signals, pretrain: Any, runs: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = MaSSL.after_step
+
+    def interrupted(self: MaSSL, output: Any, hyper: Any) -> None:
+        original(self, output, hyper)
+        if hyper.step == 1:
+            signal.raise_signal(number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MaSSL, "after_step", interrupted)
+        if number == signal.SIGINT:
+            with pytest.raises(KeyboardInterrupt, match="step 2") as raised:
+                pretrain("run", {"trainer.max_steps": 4})
+            result = raised.value.result
+        else:
+            with pytest.raises(Unfinished) as ended:
+                pretrain("run", {"trainer.max_steps": 4})
+            result = ended.value.args[0]
+    assert (result.step, result.finished, result.signal_number) == (2, False, number)
+    assert runs.state(tmp_path / "run")["step"] == 2
+    runs.assert_bitwise_equal(pretrain("run", {"trainer.max_steps": 4}), pretrain("other", {"trainer.max_steps": 4}))
 
 
 def test_recipe_object_is_as_good_as_its_file(

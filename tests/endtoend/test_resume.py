@@ -133,6 +133,7 @@ def test_signal_saves_a_checkpoint_at_once_and_the_same_command_continues(
     answer = server.run(*command(run), "--trainer.checkpoint_every_steps", "1000", **signalled)
     assert runs.state(run)["step"] == 5
     assert answer.status == status
+    assert "stopping after this step" in answer.text
     assert f"step 5 of {NUM_STEPS}" in answer.text
     assert "Traceback" not in answer.text
     assert "ResourceWarning" not in answer.text
@@ -141,6 +142,17 @@ def test_signal_saves_a_checkpoint_at_once_and_the_same_command_continues(
     assert answer.status == 0
     assert f"step 5 of {NUM_STEPS}" in answer.text
     runs.assert_bitwise_equal(run, uninterrupted)
+
+
+def test_signal_between_parts_of_a_step_is_obeyed_there(command: Any, server: Any, runs: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    # Four parts a step, and four of the batch before training: the 18th pass is the second part of step 3.
+    signalled = {"kill_at_call": ["massl.methods.massl:MaSSL.forward", 18, "before", int(signal.SIGINT)]}
+    answer = server.run(*command(run), "--trainer.accumulation_steps", "4", **signalled)
+    assert answer.status == 130
+    assert "stopping after this part of the step" in answer.text
+    assert f"stopped at step 3 of {NUM_STEPS}" in answer.text
+    assert runs.state(run)["step"] == 3
 
 
 def test_signal_before_training_begins_ends_without_traceback(command: Any, server: Any, tmp_path: Path) -> None:
@@ -166,7 +178,8 @@ def test_longer_max_steps_continues_a_run(
     answer = server.run(*command(run), "--trainer.max_steps", "None")
     assert answer.status == 0
     # The ends at 5 and 8 were probed, which the uninterrupted run has not done.
-    probe_keys = {"knn_top1", "effective_rank", "embedding_spread", "teacher_entropy", "memory_winner_share"}
+    probe_keys = {"knn_top1", "other_view_top1", "effective_rank"}
+    probe_keys |= {"embedding_spread", "teacher_entropy", "memory_winner_share"}
     for row, expected in zip(runs.rows(run), runs.rows(uninterrupted), strict=True):
         extra = row.keys() - expected.keys()
         assert extra == (probe_keys if row["step"] in (5, 8) else set())

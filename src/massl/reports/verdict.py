@@ -174,11 +174,11 @@ def _train_on(run: Run) -> NextStep:
     """Continue the run if it can be continued, else a longer one in a new folder: schedules depend on the length."""
     recipe, folder = run.folder / "recipe.yaml", run.folder
     if not run.finished:
-        command = _command(*run.launcher, "pretrain", "--recipe", recipe, "--output", folder)
+        command = _command(*run.launcher, "pretrain", "--output", folder)
         return NextStep("continue it, unless it is running", command)
     if not run.has_all_epochs:
         options = ("--trainer.max_steps", "None")
-        command = _command(*run.launcher, "pretrain", "--recipe", recipe, "--output", folder, *options)
+        command = _command(*run.launcher, "pretrain", "--output", folder, *options)
         return NextStep("train to the end of the schedule", command)
     options = ("--trainer.epochs", str(2 * run.num_epochs))
     command = _command(*run.launcher, "pretrain", "--recipe", recipe, "--output", f"{folder}-longer", *options)

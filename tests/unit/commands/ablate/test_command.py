@@ -16,7 +16,7 @@ from massl.commands.ablate import command as ablate_module
 from massl.commands.ablate.command import AblateSettings, AblationResult, ablate, run_ablation
 from massl.commands.ablate.grids import Grid, massl_settings, plan_grid
 from massl.commands.ablate.outcomes import choose_yardstick
-from massl.commands.pretrain import PretrainResult
+from massl.commands.pretrain import PretrainResult, RunInterrupted
 from massl.commands.pretrain_arguments import parse_pretrain
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import MasslError, RecipeError, to_yaml
@@ -252,6 +252,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.order: list[str] = []
+        self.signal_number = signal.SIGTERM  # what ends a run that does not finish
         self.act: dict[tuple[int, bool], Callable[[PretrainRecipe], list[dict[str, float]]]] = {}
 
     def __call__(self, *, recipe: PretrainRecipe, output: Path) -> PretrainResult:
@@ -264,10 +265,13 @@ class Stage:
         (output / "environment.json").write_text(json.dumps({"device": "cpu", "world_size": 1}))
         (output / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         finished = rows[-1]["step"] == 868
-        number = None if finished else int(signal.SIGTERM)
-        return PretrainResult(
+        number = None if finished else int(self.signal_number)
+        result = PretrainResult(
             folder=output, step=int(rows[-1]["step"]), finished=finished, signal_number=number, metrics=rows
         )
+        if number == signal.SIGINT:
+            raise RunInterrupted(result)
+        return result
 
 
 @pytest.fixture
@@ -386,10 +390,14 @@ def test_the_plan_is_a_command_for_every_run_that_makes_exactly_it(
     assert not list(tmp_path.rglob("ablation.*"))
 
 
-def test_a_signal_ends_the_grid_and_what_is_known_is_written(run: Any, stage: Stage, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_grid_and_what_is_known_is_written(
+    number: signal.Signals, run: Any, stage: Stage, tmp_path: Path
+) -> None:
+    stage.signal_number = number
     stage.act = {(128, True): lambda recipe: metrics_of(recipe, knn=65.0)[:3]}
     result = run(values=(64, 128, 256))
-    assert result.signal_number == signal.SIGTERM
+    assert result.signal_number == number
     assert stage.order == ["N_b-64", "N_b-128"]
     assert states(result) == {64: "finished", 128: "unfinished", 256: "waiting"}
     plain = json.loads((tmp_path / "out" / "block-size" / "ablation.json").read_text())

@@ -1,4 +1,5 @@
 import json
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 
 from massl.commands.compare import command
 from massl.commands.compare.command import CompareSettings, compare, run_comparison
-from massl.commands.pretrain import PretrainResult
+from massl.commands.pretrain import PretrainResult, RunInterrupted
 from massl.commands.recipe import PretrainRecipe, parse_set_options
 from massl.config import MasslError, RecipeError, merge
 from massl.reports import figures
@@ -47,6 +48,7 @@ class Trainer:
     asked: list[dict[str, Any]] = field(default_factory=list)
     fails: dict[str, Exception] = field(default_factory=dict)  # folder's name -> error
     stopped_in: str = ""
+    stopped_by: int = signal.SIGTERM
 
     def __call__(self, *, recipe: str, output: Path, data: str | None, overrides: dict[str, Any]) -> PretrainResult:
         self.asked.append({"recipe": recipe, "output": output, "data": data, "overrides": dict(overrides)})
@@ -55,10 +57,13 @@ class Trainer:
         write_run(
             output, {key: value for key, value in overrides.items() if key.startswith(("trainer.", "method.name"))}
         )
-        signal_number = 15 if output.name == self.stopped_in else None
-        return PretrainResult(
+        signal_number = self.stopped_by if output.name == self.stopped_in else None
+        result = PretrainResult(
             folder=output, step=10, finished=signal_number is None, signal_number=signal_number, metrics=[]
         )
+        if signal_number == signal.SIGINT:
+            raise RunInterrupted(result)
+        return result
 
 
 @pytest.fixture
@@ -194,12 +199,15 @@ def test_a_bug_is_not_taken_for_a_recipe_that_fails(trainer: Trainer, tmp_path: 
         run_comparison(CompareSettings(recipes=("dino,massl",), output=str(tmp_path)))
 
 
-def test_a_signal_ends_the_training_and_what_is_there_is_compared(trainer: Trainer, tmp_path: Path) -> None:
-    trainer.stopped_in = "b"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_training_and_what_is_there_is_compared(
+    number: int, trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.stopped_in, trainer.stopped_by = "b", number
     comparison = run_comparison(CompareSettings(recipes=("a,b,c",), output=str(tmp_path)))
     assert [asked["recipe"] for asked in trainer.asked] == ["a", "b"]
     assert [run.label for run in comparison.runs] == ["a", "b"]
-    assert comparison.signal_number == 15
+    assert comparison.signal_number == number
 
 
 def test_a_run_does_not_inherit_the_memory_of_the_one_before(

@@ -17,7 +17,7 @@ from massl.commands.compare.minutes import (
     refuse_other_minutes,
     timed_overrides,
 )
-from massl.commands.pretrain import PretrainResult
+from massl.commands.pretrain import PretrainResult, RunInterrupted
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import MasslError, RecipeError, to_yaml
 from massl.reports import figures
@@ -256,7 +256,10 @@ class Trial:
         if self.error:
             raise self.error
         rows = [{"step": 20.0 * number, "images_per_second": 100.0 * number} for number in range(4)]
-        return PretrainResult(folder=output, step=60, finished=True, signal_number=self.signal_number, metrics=rows)
+        result = PretrainResult(folder=output, step=60, finished=True, signal_number=self.signal_number, metrics=rows)
+        if self.signal_number == 2:
+            raise RunInterrupted(result)
+        return result
 
 
 def test_a_trial_is_60_steps_without_probes_whose_last_interval_counts(
@@ -288,13 +291,14 @@ def test_the_folder_of_a_trial_that_failed_is_kept_and_named(
     assert (trial.output / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("number", [2, 15])
 def test_a_trial_that_a_signal_ends_measures_nothing_and_leaves_nothing(
-    load: Callable[..., PretrainRecipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, load: Callable[..., PretrainRecipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(minutes_module, "pretrain", Trial(signal_number=15))
+    monkeypatch.setattr(minutes_module, "pretrain", Trial(signal_number=number))
     with pytest.raises(TrialStopped) as stopped:
         measured_images_per_second(load(), name="own", beside=tmp_path / "trials")
-    assert stopped.value.signal_number == 15
+    assert stopped.value.signal_number == number
     assert list((tmp_path / "trials").iterdir()) == []
 
 
