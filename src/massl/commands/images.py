@@ -60,19 +60,37 @@ def _listing_on(console: Console) -> Iterator[Callable[[int], None]]:
         yield show
 
 
-class UnreadableLeftOut:
-    """Repeats work without the images that turn out to be unreadable, and names each of these once."""
+class SkippedImages:
+    """Names each unreadable image once, and counts them."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._named: set[str] = set()
+
+    def add(self, message: str) -> None:
+        """`message`: the image's key and the reason."""
+        if message not in self._named:
+            self._named.add(message)
+            print_line(self._console, f"warning: skipped an unreadable image: {message}", style="yellow")
+
+    def print_total(self) -> None:
+        if self._named:
+            images = "image" if len(self._named) == 1 else "images"
+            print_line(self._console, f"skipped {len(self._named):,} unreadable {images} in all", style="yellow")
+
+
+class UnreadableLeftOut:
+    """Repeats work without the images that turn out to be unreadable, and names these."""
+
+    def __init__(self, console: Console) -> None:
+        self._skipped = SkippedImages(console)
 
     def run(self, work: Callable[..., Result], *sources: ImageSource | None) -> Result:
         """work(*sources), on the readable images of each source; too many unreadable ones raise DataError."""
         left = list(sources)
         while True:
             try:
-                return work(*left)
+                result = work(*left)
             except UnreadableImages as error:
                 rest = [None if source is None else error.without(source) for source in left]
                 if all(now is before for now, before in zip(rest, left, strict=True)):
@@ -80,16 +98,13 @@ class UnreadableLeftOut:
                 for source, readable in zip(sources, rest, strict=True):
                     if source is not None and readable is not None:
                         _require_few(source, len(source) - len(readable), error)
-                self._name(error.messages)
+                for message in error.messages:
+                    self._skipped.add(message)
                 left = rest
-
-    def _name(self, messages: list[str]) -> None:
-        new = [message for message in messages if message not in self._named]
-        self._named.update(new)
-        for message in new:
-            print_line(self._console, f"warning: skipped an unreadable image: {message}", style="yellow")
-        if new:
-            print_line(self._console, f"skipped {len(self._named):,} unreadable images in all", style="yellow")
+            else:
+                if left != list(sources):
+                    self._skipped.print_total()
+                return result
 
 
 def _require_few(source: ImageSource, num_unreadable: int, error: UnreadableImages) -> None:

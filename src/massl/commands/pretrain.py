@@ -13,7 +13,7 @@ from massl import distributed
 from massl.commands.arguments import exit_status
 from massl.commands.console import message_console, print_line
 from massl.commands.device import choose_device, host_threads_for
-from massl.commands.images import open_images
+from massl.commands.images import SkippedImages, open_images
 from massl.commands.pretrain_arguments import parse_pretrain, recipe_of_run, resolve_recipe
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.run_messages import announce, summarise
@@ -116,14 +116,12 @@ def _train(
     recipe: PretrainRecipe, source: ImageSource, folder: RunFolder, device: torch.device, console: Console
 ) -> FitResult:
     warned: set[str] = set()
+    skipped = SkippedImages(console)
 
     def warn(message: str) -> None:
         if message not in warned:
             warned.add(message)
             print_line(console, f"warning: {message}", style="yellow")
-
-    def on_skip(message: str) -> None:
-        warn(f"skipped an unreadable image: {message}")
 
     seed, batch_size = recipe.trainer.seed, recipe.trainer.batch_size
     order = EpochOrder(num_images=len(source), batch_size=batch_size, seed=seed)
@@ -137,7 +135,7 @@ def _train(
     method = build_method(recipe.method, recipe.backbone, seed=seed)
     _check_views(recipe, method)
     cache = ImageCache(max_gib=recipe.data.cache_gib) if recipe.data.cache_gib > 0 else None
-    loader = _open_loader(recipe, source, order, cache, device, on_skip=on_skip, on_note=warn)
+    loader = _open_loader(recipe, source, order, cache, device, on_skip=skipped.add, on_note=warn)
     probe = None
     if recipe.probes.every_epochs > 0:
         probe = Probe(
@@ -148,7 +146,8 @@ def _train(
             seed=seed,
             device=device,
             cache=cache,
-            on_skip=on_skip,
+            on_skip=skipped.add,
+            as_before=folder.data is not None and folder.data.as_before,
         )
     trainer = Trainer(
         recipe.trainer,
@@ -170,6 +169,7 @@ def _train(
     if distributed.is_main() and not is_finished:  # a finished run keeps the name of the machine that made it
         folder.write_json("environment.json", describe_environment(device))
     result = trainer.fit()
+    skipped.print_total()
     summarise(result, trainer, probe, console)
     return result
 
