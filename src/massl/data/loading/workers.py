@@ -116,9 +116,12 @@ class WorkerProcesses:
         )
         self._chunks: Iterator[Chunk] | None = None
         self._next_step: int | None = None
+        self._death: DataError | None = None
 
     def read(self, step: int, indices: list[int]) -> list[ReadResult]:
         """The images of a step, in the order of `indices`."""
+        if self._death is not None:
+            raise self._death  # steps that were requested ahead would each wait 5 s for the dead worker
         try:
             if step != self._next_step:
                 self._restart(step)
@@ -133,7 +136,8 @@ class WorkerProcesses:
                 raise DataError(f"/dev/shm is too small for the images of worker processes; {advice}") from None
             if isinstance(error, RuntimeError) and "exited unexpectedly" not in str(error):
                 raise  # an error inside a worker, which lives on
-            raise DataError(f"a worker process died ({error}); lower data.num_workers, or {_INSTEAD}") from None
+            self._death = DataError(f"a worker process died ({error}); lower data.num_workers, or {_INSTEAD}")
+            raise self._death from None
         for image, _ in found.values():
             if image is not None and isinstance(image.pixels, Tensor):
                 self._reader.keep(image.index, image.pixels)
@@ -154,11 +158,12 @@ class WorkerProcesses:
             self._chunks = iter(self._loader)
 
     def close(self) -> None:
+        """Stop the workers. The lifeline goes first: DataLoader alone would wait 5 s for each worker that is stuck."""
+        for end in self._lifeline:
+            end.close()
         if self._chunks is not None:
             self._chunks._shutdown_workers()  # type: ignore[attr-defined]
             self._chunks = self._loader._iterator = None
-        for end in self._lifeline:
-            end.close()
 
 
 @contextmanager

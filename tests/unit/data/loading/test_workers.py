@@ -209,6 +209,8 @@ def test_an_error_in_a_worker_reaches_the_caller_and_so_does_a_workers_death(
         os.kill(worker_pids(loader)[0], signal.SIGKILL)
         with pytest.raises(DataError, match=r"data\.num_workers"):
             all(loader.at(step) for step in range(20, 1000))
+        with pytest.raises(DataError, match=r"data\.num_workers"):
+            loader.at(2000)
 
 
 def test_too_little_shared_memory_is_answered_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
