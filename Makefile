@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed
 # A file stays with one worker, so that its fixtures are made once; folders in their order: the longest tests come first.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-gpu lint format clean-demo docs
+.PHONY: demo test test-quick test-slow test-gpu lint format clean-demo docs
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,7 +36,11 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint
+# Lint and tests side by side: the tests wait for processes now and then, which leaves a core for mypy.
+test: $(STAMP)
+	$(MAKE) --no-print-directory --jobs 2 lint test-quick
+
+test-quick: $(STAMP)
 	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: $(STAMP)
