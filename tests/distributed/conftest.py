@@ -1,6 +1,6 @@
 import importlib.util
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ _world = importlib.util.module_from_spec(_specification)
 _specification.loader.exec_module(_world)
 
 server, recipe, runs, massl_here = _world.server, _world.recipe, _world.runs, _world.massl_here
+make_folder = _world.make_folder
 
 
 @pytest.fixture
 def start_ranks(server: Any) -> Callable[..., list[Any]]:
-    """start_ranks(2, "pretrain", ...): the processes that torchrun would start, as massl sees them."""
+    """start_ranks(2, "pretrain", ...): the processes that torchrun would start, as massl sees them.
 
-    def start(num_ranks: int, *arguments: str | Path) -> list[Any]:
+    `of_last` are further arguments of the last rank alone, as of a command given on another machine.
+    """
+
+    def start(num_ranks: int, *arguments: str | Path, of_last: Sequence[str | Path] = ()) -> list[Any]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -33,6 +37,8 @@ def start_ranks(server: Any) -> Callable[..., list[Any]]:
             "GLOO_SOCKET_IFNAME": "lo",
         }
         environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-        return [server.start(*arguments, environment=environment) for environment in environments]
+        further = [()] * (num_ranks - 1) + [tuple(of_last)]
+        pairs = zip(environments, further, strict=True)
+        return [server.start(*arguments, *own, environment=environment) for environment, own in pairs]
 
     return start
