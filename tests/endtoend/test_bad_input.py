@@ -166,7 +166,7 @@ def test_missing_output_is_asked_for(massl_here: Any, recipe: Path) -> None:
 
 def test_no_images_named_is_answered_with_the_option(massl_here: Any, recipe: Path, tmp_path: Path) -> None:
     answer = massl_here("pretrain", "--recipe", recipe, "--output", tmp_path / "run")
-    _assert_refused(answer, "--data.source")
+    _assert_refused(answer, "--data")
     assert not (tmp_path / "run").exists()
 
 

@@ -113,7 +113,7 @@ def command_text(command: str, settings: Settings, *, positional: Iterable[str] 
         if has_flags and isinstance(value, bool):
             words += [f"--{key}" if value else f"--no-{key}"]
         elif key not in positional:
-            words += [f"--{key}", *_as_words(value)]
+            words += ["--data" if key == "data.source" else f"--{key}", *_as_words(value)]
     return shlex.join(words)
 
 

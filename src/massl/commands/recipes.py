@@ -64,8 +64,8 @@ def recipe_path(name: str, *, folder: Path = Path()) -> Path:
     shipped = shipped_recipes()
     path = shipped.get(name) or folder / Path(name).expanduser()
     if not path.is_file():
-        known = ", ".join(shipped)
-        raise RecipeError(f"no recipe {name!r}: neither shipped ({known}) nor a file.{closest(name, shipped)}")
+        suggestion = closest(name, shipped) or " `massl recipes` lists those that come with massl."
+        raise RecipeError(f"no recipe {name!r}: neither shipped with massl nor a file.{suggestion}")
     return path
 
 

@@ -160,7 +160,7 @@ def test_each_recipe_is_trained_into_a_folder_of_its_name(trainer: Trainer, tmp_
     assert [run.label for run in comparison.runs] == ["dino-tiny", "own", "massl-tiny"]
     assert comparison.folder == tmp_path / "runs"
     changes = "--set trainer.epochs=1 trainer.batch_size=30"
-    options = f"--recipes dino-tiny,recipes/own.yaml massl-tiny --data.source photos {changes} --output"
+    options = f"--recipes dino-tiny,recipes/own.yaml massl-tiny --data photos {changes} --output"
     assert f"massl compare {options} {tmp_path}/runs\n" in (tmp_path / "runs" / "comparison.md").read_text()
 
 
