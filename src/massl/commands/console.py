@@ -41,8 +41,8 @@ def print_line(console: Console, text: str, *, style: str | None = None) -> None
 
 def print_table(console: Console, table: ResultsTable) -> None:
     """Print a table. Long words are folded, numbers never; numbers that do not fit follow in a second table."""
-    for number, part in enumerate(_parts(table, console.width)):
-        console.print(*([""] if number else []), _as_rich(part), sep="\n")
+    for part in _parts(table, console.width):
+        console.print(_as_rich(part), "", sep="\n")
 
 
 def _parts(table: ResultsTable, width: int) -> list[ResultsTable]:

@@ -64,8 +64,8 @@ def recipe_path(name: str, *, folder: Path = Path()) -> Path:
     shipped = shipped_recipes()
     path = shipped.get(name) or folder / Path(name).expanduser()
     if not path.is_file():
-        suggestion = closest(name, shipped) or " `massl recipes` lists those that come with massl."
-        raise RecipeError(f"no recipe {name!r}: neither shipped with massl nor a file.{suggestion}")
+        suggestion = f"{closest(name, shipped)} `massl recipes` lists the shipped ones"
+        raise RecipeError(f"no recipe {name!r}: neither shipped nor a file.{suggestion}")
     return path
 
 
