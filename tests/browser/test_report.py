@@ -59,7 +59,7 @@ def num_lines(browser: Any, chart: str) -> int:
 def test_the_page_has_every_section_and_no_console_errors(browser: Any, page: Path) -> None:
     browser.open(page)
     ids = browser.run("return [...document.querySelectorAll('main > section')].map(section => section.id)")
-    assert ids[:4] == ["summary", "training", "results", "ablations"]
+    assert ids[:5] == ["verdict", "summary", "training", "results", "ablations"]
     assert ids[-1] == "reproduction"
     assert len(ids) > 5, "there are no sections of pictures"
     assert all(

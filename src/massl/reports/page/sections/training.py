@@ -74,8 +74,12 @@ def summary_table(runs: Sequence[Run]) -> PageTable:
         columns=tuple(columns),
         lines=tuple(Line(cells=cells) for cells in zip(*columns.values(), strict=True)),
         footnotes=(
-            "k-NN: the run's own probe; the best is chosen by what it shows, so it flatters. Minutes: training, times "
-            "processes, probes not counted. Images/s: the median of all rows but the first.",
+            *(
+                ["k-NN: the run's own probe; the best is chosen by what it shows, so it flatters."]
+                if any(run.probes for run in runs)
+                else []
+            ),
+            "Minutes: training, times processes, probes not counted. Images/s: the median of all rows but the first.",
             *(
                 [f"{_UNTRAINED}: no probe in training was better than that of the untrained network."]
                 if any(run.is_best_untrained for run in runs)
