@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from shapes import ViewShapes
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import interpolate, normalize
 
 from massl.data.evaluation.views import CentreView
 from massl.data.loading.gpu_decode import jpeg_decoder
 from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.order import EpochOrder
 from massl.data.sources import open_source
-from massl.data.views import ViewBatch, ViewSettings
+from massl.data.views import ViewBatch, ViewSettings, make_views
 from massl.evaluations.named_features import read_feature
 from massl.methods import METHODS, build_method
 from massl.methods.base import MethodSettings
@@ -147,6 +147,25 @@ def synthetic_views(spec: StepSpec) -> ViewBatch:
         image_indices=torch.arange(spec.batch_size),
         labels=torch.arange(spec.batch_size) % 10,
     )
+
+
+def smooth_images(num_images: int, *, height: int, width: int, device: torch.device) -> RaggedImages:
+    """Noise of 20 grey levels on smooth colours."""
+    generator = torch.Generator().manual_seed(_SEED)
+    colours = 235 * torch.rand(num_images, 3, 12, 16, generator=generator)
+    noise = torch.randint(0, 20, (3, height, width), generator=generator)
+    smooth = (interpolate(colour[None], size=(height, width), mode="bilinear")[0] for colour in colours)
+    return RaggedImages.from_list([(image + noise).byte() for image in smooth]).to(device)
+
+
+def view_step(images: RaggedImages, shapes: ViewShapes) -> Callable[[int], ViewBatch]:
+    """All views of the images, drawn anew at each step."""
+    local_size = {"local_size": shapes.local_size} if shapes.num_local else {}
+    settings = ViewSettings(
+        num_global=shapes.num_global, global_size=shapes.global_size, num_local=shapes.num_local, **local_size
+    )
+    indices = torch.arange(len(images))
+    return lambda number: make_views(images, indices, settings, seed=_SEED, epoch=number)
 
 
 def memory_loss_step(student: Tensor, teacher: Tensor, *, num_rows: int, block_size: int) -> Callable[[int], object]:

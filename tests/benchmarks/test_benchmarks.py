@@ -17,7 +17,7 @@ from massl.ops.memory_attention import memory_loss_reference
 
 pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-PROGRAMS = ("features", "kmeans", "knn", "loading", "loss", "peers", "probe", "shapes", "step")
+PROGRAMS = ("features", "kmeans", "knn", "loading", "loss", "peers", "probe", "shapes", "step", "views")
 REQUIRED = {"case", "images_per_second", "peak_gib", "milliseconds"}
 TINY_TRAINING = ["--model", "vit_tiny_patch16_224", "--views", "2x32+2x16", "--rows", "64", "--block", "16"]
 TINY_TRAINING += ["--kernels", "plain", "--warmup", "1", "--timed", "2"]
@@ -215,3 +215,21 @@ def test_kmeans_gives_the_same_clusters_each_time(
     )
     (case,) = printed_cases(capsys)
     assert case["objective"] > 0
+
+
+def test_views_are_timed_by_image_size_and_number_of_views(
+    programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = "--images 20x30 40x25 --views 2x16+1x8 1x12 --batch 2 --warmup 1 --timed 1"
+    programs["views"].main(sizes.split())
+    names = [case["case"] for case in printed_cases(capsys)]
+    recipes = ("2x16+1x8", "1x12")
+    assert names == [f"views {views} of {size} N=2" for size in ("20x30", "40x25") for views in recipes]
+
+
+def test_views_refuses_what_is_no_image_size(
+    programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        programs["views"].main(["--images", "500"])
+    assert "--images" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from massl.config import Settings
 from massl.keyed_random import bits
 from massl.ops import image_ops
 
+_CACHED_FLOATS = 1 << 20  # views coloured at once on the CPU: 4 MiB, which fits its cache
 _NUM_TRIES = 10  # random crops before falling back to the centre, as in torchvision
 
 
@@ -100,6 +101,10 @@ class ViewParameters:
 
     def of_views(self, views: slice) -> "ViewParameters":
         return ViewParameters(**{field.name: getattr(self, field.name)[views] for field in fields(self)})
+
+    def flattened(self) -> "ViewParameters":
+        """Views and images in one dimension: [V * B, ...]."""
+        return ViewParameters(**{field.name: getattr(self, field.name).flatten(0, 1) for field in fields(self)})
 
 
 def draw_parameters(settings: ViewSettings, sizes: Tensor, indices: Tensor, *, seed: int, epoch: int) -> ViewParameters:
@@ -187,19 +192,27 @@ _Groups = list[tuple[int, ViewParameters]]  # views of one size each
 def _render(
     images: image_ops.RaggedImages, groups: _Groups, settings: ViewSettings, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The plain reference: [V, B, 3, size, size] for each group."""
+    """The plain reference: [V, B, 3, size, size] for each group, coloured a few at a time, which stay in the cache."""
     finished = []
     for size, parameters in groups:
-        views = image_ops.crop_resize(images, parameters.boxes, size=size, flip=parameters.flipped)
-        flat = views.view(-1, 3, size, size)
-        factors, order = parameters.jitter_factors.view(-1, 4), parameters.jitter_order.view(-1, 4)
-        image_ops.update_rows(flat, parameters.jittered.view(-1), image_ops.colour_jitter, factors, order)
-        image_ops.update_rows(flat, parameters.greyed.view(-1), image_ops.grey)
-        sigmas = parameters.blur_sigmas.view(-1)
-        image_ops.update_rows(flat, parameters.blurred.view(-1), image_ops.gaussian_blur, sigmas)
-        image_ops.update_rows(flat, parameters.solarised.view(-1), image_ops.solarise)
-        finished.append(image_ops.normalise(views, settings.mean, settings.std).to(dtype))
+        views = image_ops.crop_resize(images, parameters.boxes, size=size, flip=parameters.flipped).flatten(0, 1)
+        group = torch.empty_like(views, dtype=dtype)
+        drawn = parameters.flattened()
+        num_at_once = max(1, _CACHED_FLOATS // views[0].numel())
+        for start in range(0, len(views), num_at_once):
+            some = slice(start, start + num_at_once)
+            group[some] = image_ops.normalise(_look(views[some], drawn.of_views(some)), settings.mean, settings.std)
+        finished.append(group.view(*parameters.flipped.shape, 3, size, size))
     return finished
+
+
+def _look(views: Tensor, drawn: ViewParameters) -> Tensor:  # [N, 3, size, size]
+    """Jitter, grey, blur and solarise in place; `drawn` has one dimension for all views."""
+    image_ops.update_rows(views, drawn.jittered, image_ops.colour_jitter, drawn.jitter_factors, drawn.jitter_order)
+    image_ops.update_rows(views, drawn.greyed, image_ops.grey)
+    image_ops.update_rows(views, drawn.blurred, image_ops.gaussian_blur, drawn.blur_sigmas)
+    image_ops.update_rows(views, drawn.solarised, image_ops.solarise)
+    return views
 
 
 def _render_by_kernels(

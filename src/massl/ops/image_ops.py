@@ -2,26 +2,21 @@
 
 Images are float32 [N, 3, H, W] in [0, 1]. Parameters (boxes, factors, sigmas) stay on the CPU, where they are drawn, so
 grouping images by operation never waits for the device. Each operation follows Pillow's for 8-bit images, without
-rounding to 8 bits in between. On a GPU resampling is a Triton kernel (kernels.resample).
+rounding to 8 bits in between. Resampling itself is in cpu_resample, and on a GPU in kernels.resample.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = 128 << 20  # working memory of resampling; on two cores, 4 to 256 MiB are equally fast
-# Sides of the windows read around crops. Finer steps waste less arithmetic, coarser ones share larger batched products:
-# for 12 views of 500-pixel images, powers of two take twice as long and multiples of 16 as long as these.
-_WINDOW_SIDES = torch.tensor(
-    [16, 24, 32, 48, 64, 96, *range(128, 512, 64), *(side << octave for octave in range(9) for side in (512, 768))]
-)
+from massl.ops.cpu_resample import Axis as Axis
+from massl.ops.cpu_resample import Filter as Filter
+from massl.ops.cpu_resample import resample_on_cpu
 
-
-Filter = Literal["bicubic", "bilinear"]  # both antialiased, as Pillow's are
+_BLUR_BLOCK = 32  # output pixels that share a matrix product
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,19 +58,15 @@ def update_rows(images: Tensor, chosen: Tensor, operation: Callable[..., Tensor]
     rows = chosen.nonzero().squeeze(1)
     if len(rows):
         there = to_device(rows, images.device)
-        images.index_copy_(0, there, operation(images[there], *(parameter[rows] for parameter in parameters)))
+        updated = operation(images.index_select(0, there), *(parameter[rows] for parameter in parameters))
+        if images.is_cuda or images[0].numel() < 4096:
+            images.index_copy_(0, there, updated)
+        else:  # on the CPU index_copy_ takes as long per pixel as ten copies
+            for row, image in zip(rows.tolist(), updated.unbind(), strict=True):
+                images[row].copy_(image)
 
 
 # ---- crop and resize -------------------------------------------------------------------------------------------------
-
-
-class Axis(NamedTuple):
-    """How N images are resampled along one axis; each field is [N] float32 (integers below 2**24 are exact)."""
-
-    first: Tensor  # the first source pixel that is read
-    num_read: Tensor  # how many are read from there on
-    origin: Tensor  # outer edge of output pixel 0, in pixels after `first`
-    step: Tensor  # source pixels per output pixel; negative when mirrored
 
 
 def crop_resize(images: RaggedImages, boxes: Tensor, *, size: int, flip: Tensor, filter: Filter = "bicubic") -> Tensor:
@@ -119,68 +110,14 @@ def centre_view(
 def _resample(
     images: RaggedImages, sources: Tensor, rows: Axis, columns: Axis, size: int, filter: Filter
 ) -> Tensor:  # -> [N, 3, size, size]
-    """Row n: image `sources[n]` of the batch, resampled along both axes as two matrix products.
-
-    Only a window around each crop is read. Windows have few different sizes, so that many share a batched product; a
-    window's size depends only on its own crop, so that results do not depend on the rest of the batch.
-    """
+    """Row n: image `sources[n]` of the batch, resampled along both axes; a view does not depend on the others."""
     pixels = images.pixels
     if pixels.is_cuda:
         from massl.ops.kernels import resample  # imported here: needs Triton, which only GPU builds have
 
         jobs = resample.pack_jobs(images, sources, rows, columns)
         return resample.resample(pixels, to_device(jobs, pixels.device), size=size, filter=filter)
-    height_class, width_class = (torch.bucketize(axis.num_read.long(), _WINDOW_SIDES) for axis in (rows, columns))
-    classes = height_class * len(_WINDOW_SIDES) + width_class
-    order = torch.argsort(classes, stable=True)
-    places = to_device(torch.stack([images.offsets, *images.sizes.T])[:, sources[order]], pixels.device)  # int64
-    jobs = to_device(torch.stack([torch.arange(len(sources)), *rows, *columns])[:, order], pixels.device)
-    widest = int(_WINDOW_SIDES[width_class.max()])
-    line = torch.cat([pixels, pixels.new_zeros(widest)])  # a window may reach past the last pixel
-    views = torch.empty(len(sources), 3, size, size, device=pixels.device)
-    for chunk, height, width in _chunks(classes[order], size):
-        slots, *axes = jobs[:, chunk]
-        chunk_rows, chunk_columns = Axis(*axes[:4]), Axis(*axes[4:])
-        windows = _windows(line, places[:, chunk], chunk_rows.first, chunk_columns.first, height, width)
-        across = _weights(chunk_columns, size, width, filter).mT / 255
-        # Columns first, clipped in between, as Pillow does (since 13 unless the height shrinks much more).
-        half = torch.bmm(windows.float().flatten(1, 2), across).clamp_(0, 1).view(-1, 3, height, size)
-        views.index_copy_(0, slots.long(), (_weights(chunk_rows, size, height, filter)[:, None] @ half).clamp_(0, 1))
-    return views
-
-
-def _chunks(sorted_classes: Tensor, size: int) -> Iterator[tuple[slice, int, int]]:
-    """Slices of one window size that fit the working memory, with the window's height and width."""
-    begin = 0
-    for window_class, num in Counter(sorted_classes.tolist()).items():
-        height, width = (int(_WINDOW_SIDES[part]) for part in divmod(window_class, len(_WINDOW_SIDES)))
-        num_bytes = 15 * height * width + 12 * size * (height + size) + 16 * size * max(height, width)
-        num_at_once = max(1, _CHUNK_BYTES // num_bytes)
-        for start in range(begin, begin + num, num_at_once):
-            yield slice(start, min(start + num_at_once, begin + num)), height, width
-        begin += num
-
-
-def _windows(line: Tensor, places: Tensor, tops: Tensor, lefts: Tensor, height: int, width: int) -> Tensor:
-    """Windows [n, 3, height, width] of the flattened images at `places` (offsets, heights, widths)."""
-    offsets, image_heights, image_widths = places[:, :, None, None]
-    rows = torch.minimum(tops.long()[:, None] + torch.arange(height, device=line.device), image_heights[:, 0] - 1)
-    planes = torch.arange(3, device=line.device)[:, None] * image_heights
-    starts = offsets + (planes + rows[:, None]) * image_widths + lefts.long()[:, None, None]
-    return line.unfold(0, width, 1)[starts]  # whole rows: 9 times as fast on the CPU as an index per pixel
-
-
-def _weights(axis: Axis, size: int, width: int, filter: Filter) -> Tensor:  # -> [n, size, width]
-    """Pillow's antialiased taps (bicubic: Keys, 1981, a = -1/2): stretched when shrinking, cut at borders, sum 1."""
-    outputs, inputs = (torch.arange(num, device=axis.step.device) + 0.5 for num in (size, width))
-    step = axis.step[:, None]
-    centres = axis.origin[:, None] + outputs * step
-    distance = (inputs - centres[:, :, None]).abs_() / step.abs().clamp_min(1)[:, :, None]
-    outer, inner = (2 - distance).clamp_min_(0), (1 - distance).clamp_min_(0)
-    cubic = outer * outer * (outer - 1) / 2 + inner * inner * (1 - 2 * inner)  # Keys' two pieces without a branch
-    taps = inner if filter == "bilinear" else cubic
-    taps *= (inputs < axis.num_read[:, None])[:, None]
-    return taps / taps.sum(-1, keepdim=True)
+    return resample_on_cpu(pixels, images.offsets[sources], images.sizes[sources], rows, columns, size, filter)
 
 
 # ---- colour ----------------------------------------------------------------------------------------------------------
@@ -188,13 +125,13 @@ def _weights(axis: Axis, size: int, width: int, filter: Filter) -> Tensor:  # ->
 
 def _luminance(images: Tensor) -> Tensor:  # [N, 3, H, W] -> [N, 1, H, W]
     red, green, blue = images.unbind(1)
-    return (0.299 * red + 0.587 * green + 0.114 * blue).unsqueeze(1)
+    return (0.299 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114).unsqueeze(1)
 
 
 def _blend(images: Tensor, other: Tensor | float, factors: Tensor) -> Tensor:
     """factor * image + (1 - factor) * other, clipped."""
     weights = to_device(factors, images.device).view(-1, 1, 1, 1)
-    return (weights * images + (1 - weights) * other).clamp_(0, 1)
+    return (weights * images).add_((1 - weights) * other).clamp_(0, 1)
 
 
 def grey(images: Tensor) -> Tensor:
@@ -206,7 +143,8 @@ def adjust_brightness(images: Tensor, factors: Tensor) -> Tensor:  # [N, 3, H, W
 
 
 def adjust_contrast(images: Tensor, factors: Tensor) -> Tensor:  # [N, 3, H, W], [N] -> [N, 3, H, W]
-    return _blend(images, _luminance(images).mean((1, 2, 3), keepdim=True), factors)
+    # two means: that of one whole image may be split among threads, and would then depend on the number of images
+    return _blend(images, _luminance(images).mean(3, keepdim=True).mean(2, keepdim=True), factors)
 
 
 def adjust_saturation(images: Tensor, factors: Tensor) -> Tensor:  # [N, 3, H, W], [N] -> [N, 3, H, W]
@@ -216,15 +154,18 @@ def adjust_saturation(images: Tensor, factors: Tensor) -> Tensor:  # [N, 3, H, W
 def adjust_hue(images: Tensor, shifts: Tensor) -> Tensor:  # [N, 3, H, W], [N] -> [N, 3, H, W]
     """Turn the HSV hue by `shifts` turns, keeping saturation and value."""
     red, green, blue = images.unbind(1)
-    value = images.amax(1)
-    chroma = value - images.amin(1)
-    divisor = chroma.clamp_min(1e-6)  # grey pixels have no hue: any value works
-    from_red, from_green, from_blue = (green - blue) / divisor, (blue - red) / divisor + 2, (red - green) / divisor + 4
-    sector = torch.where(value == red, from_red, torch.where(value == green, from_green, from_blue))
-    sector = sector + 6 * to_device(shifts, images.device).view(-1, 1, 1)
-    offsets = torch.arange(5, 0, -2, device=images.device).view(3, 1, 1)  # 5, 3, 1 for red, green, blue
-    position = (sector[:, None] + offsets) % 6
-    return value[:, None] - chroma[:, None] * torch.minimum(position, 4 - position).clamp_(0, 1)
+    value = torch.maximum(torch.maximum(red, green), blue)
+    chroma = value - torch.minimum(torch.minimum(red, green), blue)
+    from_green, from_blue = (blue - red).add_(chroma, alpha=2), (red - green).add_(chroma, alpha=4)
+    sector = torch.where(value == red, green - blue, torch.where(value == green, from_green, from_blue))
+    sector /= chroma.clamp_min(1e-6)  # grey pixels have no hue: any value works
+    sector += 6 * to_device(shifts, images.device).view(-1, 1, 1)
+    sector -= 6 * (sector / 6).floor_()  # red at 0 and 6, green at 2, blue at 4
+    turned = torch.empty_like(images)
+    torch.sub(sector, 3, out=turned[:, 0]).abs_().sub_(1)
+    torch.sub(sector, 2, out=turned[:, 1]).abs_().neg_().add_(2)
+    torch.sub(sector, 4, out=turned[:, 2]).abs_().neg_().add_(2)
+    return turned.clamp_(0, 1).sub_(1).mul_(chroma[:, None]).add_(value[:, None])
 
 
 JITTER_OPERATIONS = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
@@ -234,8 +175,8 @@ def colour_jitter(images: Tensor, factors: Tensor, order: Tensor) -> Tensor:  # 
     """Apply the four JITTER_OPERATIONS to each image in its own order; column k of `factors` belongs to operation k."""
     jittered = images.clone()
     for operations in order.unbind(1):
-        for number, operation in enumerate(JITTER_OPERATIONS):
-            update_rows(jittered, operations == number, operation, factors[:, number])
+        for number in set(operations.tolist()):
+            update_rows(jittered, operations == number, JITTER_OPERATIONS[number], factors[:, number])
     return jittered
 
 
@@ -251,13 +192,48 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 # ---- blur ------------------------------------------------------------------------------------------------------------
 
 
-def gaussian_blur(images: Tensor, sigmas: Tensor) -> Tensor:  # [N, 3, H, W], [N] -> [N, 3, H, W]
-    """Pillow's GaussianBlur(sigma): three box filters per axis, borders repeated, as one matrix product per axis."""
+def gaussian_blur(images: Tensor, sigmas: Tensor) -> Tensor:  # [N, 3, H, W], CPU [N] -> [N, 3, H, W]
+    """Pillow's GaussianBlur(sigma): three box filters per axis, borders repeated, as matrix products."""
+    largest_side = max(images.shape[2:])
+    if largest_side <= 2 * _BLUR_BLOCK:
+        return _blur(images, sigmas, block=largest_side, reach=0)
+    blurred, radii = torch.empty_like(images), _whole_radius(sigmas)
+    for radius in set(radii.tolist()):
+        rows = to_device((radii == radius).nonzero().squeeze(1), images.device)
+        reach = 3 * (int(radius) + 1)  # of three passes: an output pixel depends on no pixel further away
+        some = _blur(images.index_select(0, rows), sigmas[radii == radius], block=_BLUR_BLOCK, reach=reach)
+        blurred.index_copy_(0, rows, some)
+    return blurred
+
+
+def _blur(images: Tensor, sigmas: Tensor, *, block: int, reach: int) -> Tensor:
+    """Each block of output pixels is a product with the pixels up to `reach` away from it."""
     device_sigmas = to_device(sigmas, images.device)
     height, width = images.shape[2:]
-    across = _three_box_passes(device_sigmas, width)
-    down = across if height == width else _three_box_passes(device_sigmas, height)
-    return down[:, None] @ (images.flatten(1, 2) @ across.mT).view_as(images)
+    columns = list(_blur_blocks(device_sigmas, width, block, reach))
+    rows = columns if height == width else list(_blur_blocks(device_sigmas, height, block, reach))
+    parts = [images[..., inputs].flatten(1, 2) @ weights.mT for inputs, weights in columns]
+    across = torch.cat(parts, dim=2).view_as(images)
+    return torch.cat([weights[:, None] @ across[:, :, inputs] for inputs, weights in rows], dim=2)
+
+
+def _blur_blocks(sigmas: Tensor, num_pixels: int, block: int, reach: int) -> Iterator[tuple[slice, Tensor]]:
+    """For each block of output pixels the input pixels it depends on, and their weights [N, outputs, inputs].
+
+    The weights of all blocks are rows of one small matrix: near a border they depend on the distance from it only, and
+    elsewhere they are all alike.
+    """
+    num_inputs = min(block + 2 * reach, num_pixels)
+    matrix = _three_box_passes(sigmas, num_inputs)
+    for first in range(0, num_pixels, block):
+        first_input = min(max(first - reach, 0), num_pixels - num_inputs)
+        rows = slice(first - first_input, min(first + block, num_pixels) - first_input)
+        yield slice(first_input, first_input + num_inputs), matrix[:, rows]
+
+
+def _whole_radius(sigmas: Tensor) -> Tensor:
+    """Offsets that one box filter weighs fully, if its variance is sigma**2 / 3."""
+    return ((torch.sqrt(4 * sigmas.square() + 1) - 1) / 2).floor()
 
 
 def _three_box_passes(sigmas: Tensor, num_pixels: int) -> Tensor:  # [N] -> [N, num_pixels, num_pixels]
@@ -266,7 +242,7 @@ def _three_box_passes(sigmas: Tensor, num_pixels: int) -> Tensor:  # [N] -> [N, 
     One pass weighs offsets up to `whole` by 1 and the next by `edge` in [0, 1), so that its variance is sigma**2 / 3.
     """
     variance = sigmas.square() / 3
-    whole = ((torch.sqrt(12 * variance + 1) - 1) / 2).floor()
+    whole = _whole_radius(sigmas)
     edge = (2 * whole + 1) * (3 * variance - whole * (whole + 1)) / (6 * ((whole + 1).square() - variance))
     position = torch.arange(num_pixels, device=sigmas.device)
     reach = (whole + edge)[:, None, None] + 1 - (position[:, None] - position).abs()

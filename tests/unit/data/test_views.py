@@ -161,6 +161,22 @@ def test_views_of_an_image_are_bitwise_the_same_alone_and_elsewhere_in_a_batch()
         assert torch.equal(alone.local_views[:, 0], whole.local_views[:, position])
 
 
+def test_large_views_of_an_image_are_bitwise_the_same_alone_and_in_a_batch_with_two_threads() -> None:
+    """Enough pixels that torch shares the work on a single view among threads."""
+    settings = ViewSettings(num_global=2, num_local=1, global_size=224, local_size=96, jitter_probability=1.0)
+    images = [image_of(300, 400, 0), image_of(420, 250, 1), image_of(224, 224, 2)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        whole = make_views(RaggedImages.from_list(images), torch.arange(3), settings, seed=1, epoch=2)
+        for number, image in enumerate(images):
+            alone = make_views(RaggedImages.from_list([image]), torch.tensor([number]), settings, seed=1, epoch=2)
+            for group, expected in zip(alone.groups(), whole.groups(), strict=True):
+                assert torch.equal(group[:, 0], expected[:, number])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_views_in_another_dtype_are_those_in_float32_rounded_once() -> None:
     images = RaggedImages.from_list([image_of(60, 80, 0), image_of(32, 32, 1)])
     exact, rounded = (

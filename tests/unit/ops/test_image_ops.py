@@ -8,7 +8,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as reference
 
-from massl.ops import image_ops
+from massl.ops import cpu_resample, image_ops
 from massl.ops.image_ops import RaggedImages
 
 LEVEL = 1 / 255
@@ -94,7 +94,7 @@ def pillow_views(images: list[Image.Image], boxes: Tensor, size: int, flip: Tens
     return as_floats(views).view(*flip.shape, 3, size, size)
 
 
-@pytest.mark.parametrize("size", [1, 16, 96, 224])
+@pytest.mark.parametrize("size", [1, 16, 35, 96, 224])  # 35: the last block of output pixels is not full
 def test_crop_resize_is_pillows_crop_and_bicubic_resize_up_to_its_rounding(
     images: list[Image.Image], size: int
 ) -> None:
@@ -117,9 +117,12 @@ def test_crop_resize_in_small_chunks_gives_the_same_views(
     batch = ragged(images)
     boxes = random_boxes(batch.sizes, num_views=5)
     flip = torch.zeros(boxes.shape[:2], dtype=torch.bool)
-    whole = image_ops.crop_resize(batch, boxes, size=32, flip=flip)
-    monkeypatch.setattr(image_ops, "_CHUNK_BYTES", 1)
-    torch.testing.assert_close(image_ops.crop_resize(batch, boxes, size=32, flip=flip), whole, rtol=0, atol=1e-6)
+    whole = image_ops.crop_resize(batch, boxes, size=40, flip=flip)
+    monkeypatch.setattr(cpu_resample, "_CHUNK_BYTES", 1)
+    assert torch.equal(image_ops.crop_resize(batch, boxes, size=40, flip=flip), whole)
+    monkeypatch.setattr(cpu_resample, "_BUFFER_FLOATS", 1)
+    by_row = image_ops.crop_resize(batch, boxes, size=40, flip=flip)
+    torch.testing.assert_close(by_row, whole, rtol=0, atol=1e-6)
 
 
 def test_crop_resize_of_a_box_of_the_output_size_copies_the_pixels() -> None:
@@ -273,8 +276,9 @@ def test_normalise_subtracts_the_mean_and_divides_by_the_deviation_of_each_chann
     )
 
 
-def test_update_rows_changes_the_chosen_images_only() -> None:
-    images = torch.rand(5, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("side", [4, 40])  # a few pixels, and enough of them to be copied image by image
+def test_update_rows_changes_the_chosen_images_only(side: int) -> None:
+    images = torch.rand(5, 3, side, side, generator=torch.Generator().manual_seed(0))
     before, chosen, factors = (
         images.clone(),
         torch.tensor([False, True, False, True, False]),
