@@ -81,7 +81,8 @@ def test_unreadable_images_are_skipped_and_each_is_named_once(pretrain: Any, mak
     # two epochs and three probes meet each of them
     answer = pretrain("--probes.every_epochs", "1", source=photos, max_steps=12)
     assert answer.status == 0, answer.text
-    assert answer.error.count("unreadable image") == 2
+    assert answer.error.count("skipped an unreadable image: ") == 2
+    assert answer.error.count("skipped 2 unreadable images in all") == 1
     assert answer.text.count("007.png") == 1
     assert answer.text.count("031.png: OSError: image file is truncated") == 1  # Pillow's own words
 
