@@ -79,13 +79,15 @@ class ProgressDisplay:
         self,
         *,
         num_steps: int,
+        steps_per_epoch: int,
         batch_size: int,
         visible: bool,
         probe_every_steps: int = 0,
         line_seconds: float = _LINE_SECONDS,
     ) -> None:
         self._console = Console(stderr=True, quiet=not visible, highlight=False)
-        self._num_steps, self._batch_size, self._probe_every_steps = num_steps, batch_size, probe_every_steps
+        self._num_steps, self._steps_per_epoch, self._batch_size = num_steps, steps_per_epoch, batch_size
+        self._probe_every_steps = probe_every_steps
         has_bar = visible and self._console.is_terminal
         self._bar = Progress(
             BarColumn(bar_width=30),
@@ -99,7 +101,7 @@ class ProgressDisplay:
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, daemon=True) if visible and not has_bar else None
         self._pace = Pace()
-        self._steps, self._start_step, self._loss, self._epoch = 0.0, 0, math.nan, 0
+        self._steps, self._start_step, self._loss = 0.0, 0, math.nan
         self._busy, self._busy_since = "starting", time.perf_counter()
         self._probe_seconds = self._paused_seconds = 0.0
         self._clock_start = self._said_at = time.perf_counter()
@@ -161,22 +163,22 @@ class ProgressDisplay:
     def log(self, row: Mapping[str, float]) -> None:
         """Show a row of metrics.jsonl."""
         step, images_per_second, loss = int(row["step"]), row["images_per_second"], row["loss"]
-        self._epoch, self._loss = int(row["epoch"]), loss
+        self._loss = loss
         if "effective_rank" in row:
             knn = f"k-NN {row['knn_top1']:.1f} %  " if "knn_top1" in row else ""
             health = f"{knn}effective rank {row['effective_rank']:.1f}  loss {loss:.4f}"
             self.say(f"step {step}/{self._num_steps}  {health}", style="green")
         elif not self._console.is_terminal:
             speed = f"{images_per_second:,.0f} img/s  {self._left_text()}" if step else "before training"
-            self.say(
-                f"step {step}/{self._num_steps}  epoch {self._epoch}  loss {loss:.4f}  lr {row['lr']:.2e}  {speed}"
-            )
+            place = f"step {step}/{self._num_steps}  epoch {int(row['epoch'])}"
+            self.say(f"{place}  loss {loss:.4f}  lr {row['lr']:.2e}  {speed}")
 
     # ---- words -------------------------------------------------------------------------------------------------------
 
     def text(self) -> str:
         """Where the run is now."""
-        place = f"step {math.floor(self._steps)}/{self._num_steps}"
+        step = math.floor(self._steps)
+        place = f"step {step}/{self._num_steps}"
         if self._busy:
             elapsed = datetime.timedelta(seconds=round(time.perf_counter() - self._busy_since))
             return f"{place}  {self._busy}, {elapsed} so far"
@@ -186,7 +188,7 @@ class ProgressDisplay:
         images_per_second = self._batch_size / pace
         loss = "" if math.isnan(self._loss) else f"  loss {self._loss:.4f}"
         speed = f"{images_per_second:,.0f}" if images_per_second >= 10 else f"{images_per_second:.2g}"
-        return f"{place}  epoch {self._epoch}{loss}  {speed} img/s  {self._left_text()}"
+        return f"{place}  epoch {step // self._steps_per_epoch}{loss}  {speed} img/s  {self._left_text()}"
 
     def _left_text(self) -> str:
         seconds = self.seconds_left

@@ -86,9 +86,12 @@ class Trainer:
         self.store = CheckpointStore(folder.checkpoints, settings.keep_checkpoints)
         self.watch = LossWatch(device)
         self.end_step = min(settings.max_steps or schedules.num_steps, schedules.num_steps)
-        size, every, visible = settings.batch_size, self._probe_steps, distributed.is_main()
         self.display = ProgressDisplay(
-            num_steps=self.end_step, batch_size=size, probe_every_steps=every, visible=visible
+            num_steps=self.end_step,
+            steps_per_epoch=schedules.steps_per_epoch,
+            batch_size=settings.batch_size,
+            probe_every_steps=self._probe_steps,
+            visible=distributed.is_main(),
         )
         self.stop = StopRequest(self._acknowledge)
 

@@ -25,7 +25,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def silent(*, num_steps: int = 100, probe_every_steps: int = 0) -> ProgressDisplay:
-    return ProgressDisplay(num_steps=num_steps, batch_size=8, visible=False, probe_every_steps=probe_every_steps)
+    return ProgressDisplay(
+        num_steps=num_steps, steps_per_epoch=10, batch_size=8, visible=False, probe_every_steps=probe_every_steps
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,15 +77,18 @@ def test_every_step_moves_the_bar_and_names_speed_and_time_left(clock: Clock) ->
     clock.now += 2
     display.advance(1, loss=5.5)
     assert display._bar.tasks[0].completed == 0  # no terminal, no bar
-    assert "step 1/100" in display.text()
+    assert "step 1/100  epoch 0" in display.text()
     assert "loss 5.5000" in display.text()
     assert "4 img/s" in display.text()
     assert "0:03:18 left" in display.text()
+    clock.now += 2
+    display.advance(25.5, loss=5.5)
+    assert "step 25/100  epoch 2" in display.text()
 
 
 def test_on_a_terminal_each_step_moves_the_bar(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    display = ProgressDisplay(num_steps=4, batch_size=8, visible=True)
+    display = ProgressDisplay(num_steps=4, steps_per_epoch=10, batch_size=8, visible=True)
     display.start(0)
     for done in (0.5, 1, 2):
         clock.now += 1
@@ -112,7 +117,7 @@ def test_time_of_probes_counts_in_what_is_left_but_not_in_the_pace(clock: Clock)
 def test_the_duration_is_told_once_within_the_first_steps(
     start: int, words: str, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    display = ProgressDisplay(num_steps=1200, batch_size=8, visible=True)
+    display = ProgressDisplay(num_steps=1200, steps_per_epoch=10, batch_size=8, visible=True)
     display.start(start)
     for done in range(start + 1, start + 40):
         clock.now += 1
@@ -123,7 +128,7 @@ def test_the_duration_is_told_once_within_the_first_steps(
 
 
 def test_a_run_of_seconds_needs_no_duration(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    display = ProgressDisplay(num_steps=25, batch_size=8, visible=True)
+    display = ProgressDisplay(num_steps=25, steps_per_epoch=10, batch_size=8, visible=True)
     display.start(0)
     for done in range(1, 26):
         clock.now += 1
@@ -134,7 +139,7 @@ def test_a_run_of_seconds_needs_no_duration(clock: Clock, capsys: pytest.Capture
 def test_without_a_terminal_a_line_comes_after_each_silence_even_in_a_long_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    display = ProgressDisplay(num_steps=4, batch_size=8, visible=True, line_seconds=0.01)
+    display = ProgressDisplay(num_steps=4, steps_per_epoch=10, batch_size=8, visible=True, line_seconds=0.01)
     lines, deadline = 0, time.monotonic() + 20
     with display:
         display.start(0)
@@ -148,7 +153,7 @@ def test_without_a_terminal_a_line_comes_after_each_silence_even_in_a_long_step(
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    display = ProgressDisplay(num_steps=4, batch_size=8, visible=False, line_seconds=0.0)
+    display = ProgressDisplay(num_steps=4, steps_per_epoch=10, batch_size=8, visible=False, line_seconds=0.0)
     with display:
         display.say("words")
     assert display._ticker is None
@@ -156,7 +161,7 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_are_shown_with_the_speed_they_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    display = ProgressDisplay(num_steps=4, batch_size=8, visible=True)
+    display = ProgressDisplay(num_steps=4, steps_per_epoch=10, batch_size=8, visible=True)
     row = {"step": 2, "epoch": 1, "loss": 1.5, "lr": 0.1, "images_per_second": 123.0}
     display.log(row)
     display.log({**row, "effective_rank": 3.0, "knn_top1": 50.0})
