@@ -190,7 +190,7 @@ def test_bfloat16_trains_close_to_float32(pretrain: Any, runs: Any) -> None:
 @pytest.mark.parametrize("name", ["test_resnet", "mobilenetv3_small_050"])
 def test_convolutional_backbone_trains(name: str, recipe: Path, archive: Path, runs: Any, tmp_path: Path) -> None:
     settings = {
-        "backbone": {"name": name, "drop_path_rate": 0.1},
+        "backbone": {"name": name, "image_size": None, "patch_size": None, "timm_options": {}},
         "trainer.max_steps": 2,
         "views.global_size": 32,
         "views.local_size": 24,
