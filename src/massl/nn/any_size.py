@@ -12,7 +12,7 @@ from massl.nn.transformer.plain import embed_patches
 
 
 class AnySizeTransformer(VisionTransformer):
-    """timm's model, except that position embeddings are resampled as in training; timm's rule differs by 4 % at 96 px.
+    """timm's model, except that position embeddings are resampled as in training; timm's rule gives other features.
 
     Only for models built with `dynamic_img_size=True`.
     """
