@@ -585,6 +585,31 @@ def test_what_stops_one_process_stops_all_with_its_reason(
     assert isinstance(results[2], DataError)
 
 
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_all_processes_leave_out_what_one_of_them_cannot_read(
+    extractor: Extractor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_cache: bool
+) -> None:
+    whole = array(41)
+    ranks = Ranks(3)
+    ranks.install(monkeypatch)
+
+    def work(rank: int) -> LabelledFeatures:
+        own = replace(extractor, cache=tmp_path if has_cache else None, _set_aside={})
+        damaged = _without_array(_Damaged(unreadable=(40,), **vars(whole)))  # in the share of the last
+        with pytest.raises(UnreadableImages, match="/40: ") as raised:
+            own.features(damaged, view=VIEW, feature="cls")
+        num_read = damaged.num_read
+        found = own.features(raised.value.without(damaged), view=VIEW, feature="cls")
+        assert damaged.num_read == num_read
+        return found
+
+    results = ranks.run(work)
+    assert [len(result) for result in results if isinstance(result, LabelledFeatures)] == [40] * 3, results
+    expected = results[0]
+    assert isinstance(expected, LabelledFeatures)
+    assert all(isinstance(result, LabelledFeatures) and torch.equal(result.rows, expected.rows) for result in results)
+
+
 @pytest.mark.parametrize("problem", ["damaged for one", "cannot be written"])
 def test_trouble_of_one_process_with_the_cache_stops_all(
     extractor: Extractor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, problem: str
