@@ -1,7 +1,8 @@
 """Opens the backbone of each run and has its pictures drawn."""
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,10 +36,11 @@ def figures_of(
 
     The images are those that the probe of training classified, or `data`. Runs on the same images show the same ones.
     """
+    open_once = functools.cache(open_images)
     drawn: dict[str, Mapping[str, Drawn] | Drawn] = {}
     for label, folder in runs.items():
         try:
-            with open_run(folder, data=data, device=device) as run:
+            with open_run(folder, data=data, device=device, open_source=open_once) as run:
                 drawn[label] = draw_pictures(run, num_runs=len(runs))
         except EXPECTED_FAILURES as error:
             advice = "; other images can be named with --data" if isinstance(error, DataError) else ""
@@ -47,10 +49,17 @@ def figures_of(
 
 
 @contextmanager
-def open_run(folder: Path, *, data: str | None, device: Device, num_images: int = _NUM_IMAGES) -> Iterator[RunFeatures]:
+def open_run(
+    folder: Path,
+    *,
+    data: str | None,
+    device: Device,
+    num_images: int = _NUM_IMAGES,
+    open_source: Callable[[str], ImageSource] = open_images,
+) -> Iterator[RunFeatures]:
     """The run's backbone on its device, seeing images as its probe does."""
     recipe = validate(PretrainRecipe, read_yaml(folder / "recipe.yaml"), origin=str(folder / "recipe.yaml"))
-    sample = choose_sample(recipe, data, num_images=num_images)
+    sample = choose_sample(recipe, data, num_images=num_images, open_source=open_source)
     probes = recipe.probes
     settings = ModelSettings(
         model=str(folder), device=device, image_size=recipe.views.global_size, crop_ratio=probes.crop_ratio
@@ -70,12 +79,18 @@ def open_run(folder: Path, *, data: str | None, device: Device, num_images: int 
         yield UnreadableLeftOut(console).run(features_of, sample.queries, sample.database)
 
 
-def choose_sample(recipe: PretrainRecipe, data: str | None, *, num_images: int) -> Sample:
+def choose_sample(
+    recipe: PretrainRecipe,
+    data: str | None,
+    *,
+    num_images: int,
+    open_source: Callable[[str], ImageSource] = open_images,
+) -> Sample:
     """Images of `data`, or else those of the probe. The choice does not depend on the run, so that runs compare."""
     database_name = data or recipe.probes.database or recipe.data.source
     queries_name = data or recipe.probes.queries or database_name
-    queries = open_images(queries_name)
-    database = queries if database_name == queries_name else open_images(database_name)
+    queries = open_source(queries_name)
+    database = queries if database_name == queries_name else open_source(database_name)
     if queries_name == (data or recipe.data.source) and label_doubt(queries):  # images that nobody named as labelled
         chosen, others = (_subset(queries, num, labelled=False) for num in (num_images, max(num_images, _NUM_DATABASE)))
         return Sample(queries=chosen, database=others, is_own=True)

@@ -145,6 +145,8 @@ def test_an_image_that_cannot_be_read_is_left_out_of_all_pictures(
     assert "23 images of" in sentences(sections["embedding-map"])[0]
     assert not any("cannot be read" in section.html for section in sections.values())
     assert "skipped an unreadable image: class0/0.png: " in capsys.readouterr().err
+    drawn({"b": make_run("b", tmp_path / "photos"), "c": make_run("c", tmp_path / "photos")})
+    assert capsys.readouterr().err.count("2 classes from folder names") == 1  # once for all runs
 
 
 def test_too_many_images_that_cannot_be_read_are_a_sentence(make_run: MakeRun, tmp_path: Path) -> None:
