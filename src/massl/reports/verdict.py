@@ -24,6 +24,7 @@ _SECTIONS: dict[Kind, str] = {
 _DEFAULT_QUERIES = 2_000  # probes.max_queries of runs that did not record a number
 _FEW_STEPS = 3_000  # for memory-based training a few thousand steps are the very beginning (docs/results)
 _LEAST_RECENT = 3  # probes that a trend needs
+_LEAST_RISE = 0.5  # points; a smaller rise, however certain, is not worth another run
 _PROBED = frozenset(PROBE_METRICS)
 _COLLAPSED, _SEE = "training may have collapsed: ", f". See {_PAGE}."  # around a sign in warnings.jsonl
 
@@ -49,8 +50,8 @@ class Verdict:
 def verdict(run: Run) -> Verdict:
     """Judge a run, finished or not, by its probes."""
     if not any(row["step"] > 0 and _PROBED & row.keys() for row in run.rows):
-        reasons = ("No probe has been made in training yet.",)
-        return Verdict(kind="too early", headline="too early to tell", reasons=reasons, next_step=_train_on(run))
+        none = ("No probe has been made in training yet.",)
+        return Verdict(kind="too early", headline="too early to tell", reasons=none, next_step=_train_on(run))
     if signs := _collapse_signs(run):
         reasons = (*signs, *_accuracy_words(run))
         return Verdict(kind="collapsed", headline="collapsed", reasons=reasons, next_step=_look_at_curves(run))
@@ -89,7 +90,7 @@ def _without_labels(run: Run) -> Verdict:
     ):
         values = [row[key] for row in run.rows if key in row]
         if len(values) > 1:
-            reasons.append(f"{words}: {values[0]:{form}} with random weights, {values[-1]:{form}} now.")
+            reasons.append(f"{words}: {values[0]:{form}} with random weights, {values[-1]:{form}} {_when(run)}.")
     draw = _command("massl", "visualize", run.folder, "neighbours", "--data", _source(run), "--output")
     next_step = NextStep("look whether neighbours are alike", f"{draw} {_command(run.folder / 'figures')}")
     headline = "no sign of collapse; without labels the accuracy is unknown"
@@ -116,7 +117,7 @@ def _is_rising(run: Run) -> bool:
 
     One standard error, not two: a line through several probes is surer than the difference of two.
     """
-    recent, error = _recent(run.probes), _margin(run) / 2
+    recent, error = _recent(run.probes), max(_margin(run) / 2, _LEAST_RISE)
     if len(recent) < _LEAST_RECENT or recent[-1].epoch == recent[0].epoch:
         return False
     if run.last.knn_top1 < max(probe.knn_top1 for probe in recent) - error:
@@ -149,10 +150,15 @@ def _accuracy_words(run: Run) -> tuple[str, ...]:
     first, last = run.first.knn_top1, run.last.knn_top1
     pixels = "" if run.raw_pixel_knn is None else f" Raw pixels reach {run.raw_pixel_knn:.1f} %."
     queries = "" if run.num_queries is None else f" on {run.num_queries:,} images"
+    gain = f"{last:.1f} % {_when(run)} ({last - first:+.1f} points)"
     return (
-        f"k-NN accuracy: {first:.1f} % with random weights, {last:.1f} % now ({last - first:+.1f} points).{pixels} "
+        f"k-NN accuracy: {first:.1f} % with random weights, {gain}.{pixels} "
         f"Differences below {_margin(run):.1f} points may be chance{queries}.",
     )
+
+
+def _when(run: Run) -> str:
+    return "at the end" if run.finished else "now"
 
 
 def _best_words(run: Run) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ def option(found: Verdict, name: str) -> str:
 def test_a_run_that_gained_and_is_level_has_learnt(judge: Judge) -> None:
     found = judge([20, 40, 50, 50.1, 50.0, 50.1], raw_pixel_knn=30)
     assert (found.kind, found.headline) == ("learnt", "learnt")
-    assert "20.0 % with random weights, 50.1 % now (+30.1 points)" in words(found)
+    assert "20.0 % with random weights, 50.1 % at the end (+30.1 points)" in words(found)
     assert "Raw pixels reach 30.0 %" in words(found)
     assert found.next_step.command.startswith("massl embed ")
 
@@ -141,7 +141,7 @@ def test_without_labels_the_verdict_says_that_accuracy_is_unknown(judge: Judge) 
     found = judge([None, None, None])
     assert found.kind == "no labels"
     assert "unknown" in found.headline
-    assert "50.0 with random weights, 52.0 now" in words(found)
+    assert "50.0 with random weights, 52.0 at the end" in words(found)
     assert "neighbours" in found.next_step.command
     assert judge([None, None], effective_rank=1.0).kind == "collapsed"
 
