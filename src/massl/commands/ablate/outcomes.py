@@ -44,8 +44,8 @@ def choose_yardstick(recipe: PretrainRecipe, *, train: str | None, test: str | N
     database, num_classes = _labelled(probes.database or recipe.data.source)
     if not probes.database and not probes.queries and (doubt := label_doubt(database)):
         raise DataError(
-            f"{recipe.data.source}: {doubt}, so probes measure no k-NN on them; if they are classes, name the images "
-            "as folder:PATH?labels=folders, or give labelled images by --train and --test"
+            f"{recipe.data.source}: {doubt} may be no classes, so probes measure no k-NN on them; name the images as "
+            "folder:PATH?labels=folders if they are, or give labelled images by --train and --test"
         )
     # without queries of their own, half of the database is held out
     num_queries = len(open_source(probes.queries)) if probes.queries else len(database) // 2

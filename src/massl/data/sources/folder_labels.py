@@ -60,8 +60,8 @@ def find_labels(
     doubt = _doubt(found, num_images)
     chosen = f"folder:{path}/{tops[0] if inside else ''}".rstrip("/")
     caution = (
-        f"caution: {doubt}, so k-NN accuracy on these classes is not shown; if they are classes, name the images as "
-        f"{chosen}?labels=folders"
+        f"caution: {doubt}, which may be no classes; pretrain and report show no k-NN accuracy on them unless the "
+        f"images are named as {chosen}?labels=folders"
     )
     return replace(found, doubt=doubt, remarks=(remark, caution) if doubt else (remark,))
 
@@ -77,13 +77,13 @@ def _doubt(found: FolderLabels, num_images: Sequence[int]) -> str:
     """Why these are probably no classes; "" if nothing speaks against it."""
     assert found.class_names is not None
     if all(_ONLY_NUMBERS.fullmatch(name) for name in found.class_names):
-        return "the folders are named by numbers only"
+        return "folders named by numbers only"
     images_of_class: Counter[int] = Counter()
     for label, num in zip(found.labels, num_images, strict=True):
         images_of_class[label] += num
     num_classes, total = len(found.class_names), sum(num_images)
     if median(images_of_class.values()) < 2 or 2 * num_classes > total:
-        return f"there are {num_classes} folders for {total} images"
+        return f"{num_classes} folders for {total} images"
     return ""
 
 

@@ -232,6 +232,17 @@ def test_the_probe_is_named_with_the_number_of_its_queries(overrides: dict[str, 
     assert yardstick.measured == f"last probe, k=20, {num_queries:,} images"
 
 
+def test_doubtful_classes_are_no_yardstick_unless_they_are_chosen(tmp_path: Path) -> None:
+    for name in ("2019/a.jpg", "2019/b.jpg", "2020/c.jpg", "2020/d.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    own_images = {"probes.database": "", "probes.queries": ""}
+    with pytest.raises(MasslError, match="labels=folders"):
+        choose_yardstick(load_recipe("demo", {**own_images, "data.source": str(tmp_path)}), train=None, test=None)
+    chosen = load_recipe("demo", {**own_images, "data.source": f"folder:{tmp_path}?labels=folders"})
+    assert choose_yardstick(chosen, train=None, test=None).num_classes == 2
+
+
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
