@@ -284,7 +284,7 @@ def test_python_call_gives_the_rows(run: Path, train: Path, test: Path, output: 
     assert not result.missing
     with pytest.raises(RecipeError, match=r"knn\.k\b.*'ks'"):
         massl.evaluate(run, protocol="knn", train=train, test=test, output=output, overrides={"knn.k": 3})
-    with pytest.raises(MasslError, match="--test"):
+    with pytest.raises(MasslError, match=r"knn needs test\b"):
         massl.evaluate(run, protocol="knn", train=train, output=output)
 
 
