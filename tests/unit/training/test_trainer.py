@@ -22,6 +22,7 @@ from massl.training import probes
 from massl.training.checkpoint import load_checkpoint
 from massl.training.metrics_log import TIMING_KEYS, read_metrics
 from massl.training.probes import Probe
+from massl.training.progress import ProgressDisplay
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.settings import TrainerSettings
@@ -188,28 +189,40 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_to_go_on_from(
     assert_equal(checkpoint(tmp_path, 6), checkpoint(straight_run, 6))
 
 
-class StoppedInPart(MaSSL):
-    """Asks to stop in the first part of step 3, or in the first part of the batch before training."""
+class Counting(MaSSL):
+    """Has a buffer that forward passes change, as the running averages of batch norm in a ResNet."""
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        self.register_buffer("num_passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
+        self.num_passes += 1
+        return super().forward(views, hyper)
+
+
+class StoppedInPart(Counting):
+    """Asks to stop in the first part of step 3."""
 
     at_pass = 2 + 2 * 3 + 1  # two parts a batch, the one before training too
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
-        self.num_passes = getattr(self, "num_passes", 0) + 1
+        output = super().forward(views, hyper)
         if self.num_passes == self.at_pass:
             signal.raise_signal(signal.SIGINT)
-        return super().forward(views, hyper)
+        return output
 
 
 def test_a_signal_between_parts_abandons_the_step_and_the_run_goes_on_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Batch norm: its running averages must not remember the part that was computed.
-    changes = {"trainer__accumulation_steps": 2, "method__head__batch_norm": True}
-    fit(tmp_path / "straight", **changes)
+    changes = {"trainer__accumulation_steps": 2}
+    fit(tmp_path / "straight", method_type=Counting, **changes)
     stopped = fit(tmp_path / "stopped", method_type=StoppedInPart, **changes)
     assert stopped == FitResult(step=3, finished=False, signal_number=signal.SIGINT)
     assert "stopping after this part of the step" in capsys.readouterr().err
-    assert fit(tmp_path / "stopped", **changes).finished
+    assert int(checkpoint(tmp_path / "stopped", 3)["method"]["num_passes"]) == 2 + 2 * 3
+    assert fit(tmp_path / "stopped", method_type=Counting, **changes).finished
     assert_equal(checkpoint(tmp_path / "stopped", 6), checkpoint(tmp_path / "straight", 6))
     assert rows_without_timing(tmp_path / "stopped") == rows_without_timing(tmp_path / "straight")
 
@@ -222,9 +235,16 @@ def test_a_signal_before_the_first_step_saves_nothing_and_the_run_begins_anew(tm
     stopped = fit(tmp_path / "stopped", method_type=StoppedAtStart, **changes)
     assert stopped == FitResult(step=0, finished=False, signal_number=signal.SIGINT)
     assert not (tmp_path / "stopped" / "checkpoints").exists()
-    fit(tmp_path / "straight", **changes)
-    assert fit(tmp_path / "stopped", **changes).finished
+    fit(tmp_path / "straight", method_type=Counting, **changes)
+    assert fit(tmp_path / "stopped", method_type=Counting, **changes).finished
     assert_equal(checkpoint(tmp_path / "stopped", 6), checkpoint(tmp_path / "straight", 6))
+
+
+def test_every_step_and_part_is_shown_not_only_logged_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[float] = []
+    monkeypatch.setattr(ProgressDisplay, "advance", lambda self, steps, loss: shown.append(steps))
+    fit(tmp_path, trainer__accumulation_steps=2, trainer__log_every_steps=100, trainer__max_steps=2)
+    assert shown[2:] == [0.0, 0.5, 1, 1.0, 1.5, 2]  # the first two are of the batch before training
 
 
 def test_a_finished_run_does_nothing_when_started_again(straight_run: Path) -> None:
