@@ -11,7 +11,7 @@ from massl.commands.visualize import visualize
 from massl.config import MasslError, RecipeError
 from massl.data.sources.base import DataError
 from massl.nn.backbone import BackboneSettings, build_backbone
-from massl.reports.pictures.sheets import GREEN, GREY, RED
+from massl.reports.pictures.sheets import GREEN, GREY, RED, sheet
 from massl.weights.io import backbone_bytes
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
@@ -84,7 +84,7 @@ def test_correspondence_is_drawn_for_views_of_an_image_and_images_of_a_class(
         f"correspondence/{kind}_{number:03d}.png" for kind in ("instance", "class") for number in range(2)
     ]
     assert all(size_of(path) == (324, 160) for path in files[2:])
-    assert all(has_colour(path, (255, 0, 0)) for path in files)
+    assert all(has_colour(path, (255, 225, 25)) for path in files)  # of the first line
 
 
 def test_neighbours_of_the_same_class_are_framed_green_and_others_red(
@@ -120,7 +120,16 @@ def test_an_image_is_not_its_own_neighbour_but_its_copy_elsewhere_is(
     assert all(np.array_equal(query.picture, tile.picture) for query, tile in shown)
 
 
-def test_without_labels_frames_are_grey(model: Path, images: Path, tmp_path: Path) -> None:
+def test_without_labels_frames_are_grey_and_the_title_says_nothing_of_classes(
+    model: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles: list[str] = []
+
+    def kept(*given: Any, title: str, **named: Any) -> Image.Image:
+        titles.append(title)
+        return sheet(*given, title=title, **named)
+
+    monkeypatch.setattr("massl.commands.visualize.sheet", kept)
     unlabelled = tmp_path / "unlabelled.npz"
     np.savez(unlabelled, images=np.load(images)["images"])
     (file,) = visualize(
@@ -129,6 +138,9 @@ def test_without_labels_frames_are_grey(model: Path, images: Path, tmp_path: Pat
     assert has_colour(file, GREY)
     assert not has_colour(file, GREEN)
     assert not has_colour(file, RED)
+    assert "class" not in titles[0].replace(str(tmp_path), "")
+    visualize(model, "neighbours", data=images, output=tmp_path, num_images=2, num_neighbours=2, device="cpu")
+    assert "Green: same class" in titles[1]
 
 
 def test_the_command_prints_the_files_it_wrote(

@@ -177,7 +177,9 @@ def _photos_with_one_unreadable(tmp_path: Path, *, num_images: int) -> Path:
 
 def test_without_labels_nothing_is_right_or_wrong(make_run: MakeRun, tmp_path: Path) -> None:
     sections = drawn({"a": make_run("a", write_images(tmp_path / "images.npz", 30, has_labels=False))})
-    assert sentences(sections["embedding-map"])[0].endswith("30 images of " + str(tmp_path / "images.npz") + ".")
+    said = sentences(sections["embedding-map"])[0]
+    assert said.startswith(f"30 images of {tmp_path / 'images.npz'}. Without labels, thumbnails")
+    assert 'class="fig-thumbnail"' in sections["embedding-map"].html
     for kind in ("embedding-map", "neighbours"):
         assert not re.search(r"fig-miss|fig-right|fig-wrong|fig-legend|✓|✗", sections[kind].html)
     assert num_pictures(sections["neighbours"]) == 10 * (1 + 5)
@@ -249,7 +251,7 @@ def test_several_runs_have_a_selector_and_share_their_thumbnails(make_run: MakeR
     for section in sections.values():
         assert re.findall(r"<option.*?>(.*?)</option>", section.html) == ["&lt;one&gt;", "gone", "two"]
         assert section.html.count("No pictures: ") == 1
-    assert num_pictures(sections["embedding-map"]) == 1
+    assert sections["embedding-map"].html.count('class="fig-sprite"') == 1
     assert sections["embedding-map"].html.count("<svg viewBox") == 2 * (1 + 3)  # maps and their legends
 
 
