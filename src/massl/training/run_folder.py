@@ -169,8 +169,13 @@ class RunFolder:
         return self.has_begun and (record.as_before if record.exists else True)
 
     def _refuse_other_start(self, start_from: Path | None) -> None:
-        """A run that has begun keeps its start; naming it again is allowed."""
-        if start_from is not None and self.has_begun and start_from != self.start_from:
+        """A run that has begun keeps its start, which may be named again; a new one needs a run with weights."""
+        if start_from is None:
+            return
+        if not self.has_begun:
+            if not CheckpointStore(start_from / "checkpoints", keep_last=1).steps():
+                raise RunFolderError(f"--start_from {start_from} has no checkpoint; name the --output of another run")
+        elif start_from != self.start_from:
             began = f"from {self.start_from}" if self.start_from else "from random weights"
             raise RunFolderError(
                 f"{self.path} holds a run that started {began}; choose another --output for one that starts from "

@@ -29,7 +29,7 @@ def load_start(method: Method, run: Path, *, warn: Callable[[str], None]) -> tup
         raise RecipeError(
             f"the backbone of --start_from {run} does not fit this recipe ({missing[0]}"
             f"{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}); use the same method.name, backbone.name, "
-            "backbone.image_size and other values of backbone"
+            "backbone.image_size and other values of backbone, or another --output to start from other weights"
         )
     method.load_state_dict({name: value if _part(name) in unfit else saved[name] for name, value in own.items()})
     return int(state["step"]), unfit

@@ -163,8 +163,24 @@ def test_images_may_still_be_corrected_until_training_begins(tmp_path: Path) -> 
     assert json.loads((tmp_path / "data.json").read_text())["changes"] == []
 
 
+def run_with_weights(path: Path) -> Path:
+    (path / "checkpoints").mkdir(parents=True)
+    (path / "checkpoints" / "step_000000003.pt").touch()
+    return path
+
+
+def test_a_start_without_weights_is_refused_and_not_kept(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "new", recipe())
+    with (
+        pytest.raises(RunFolderError, match=r"--start_from .* has no checkpoint"),
+        folder.claimed(is_writer=True, start_from=tmp_path / "nowhere"),
+    ):
+        pass
+    assert folder.start_from is None
+
+
 def test_a_run_keeps_where_it_started(tmp_path: Path) -> None:
-    start, folder = tmp_path / "old", RunFolder(tmp_path / "new", recipe())
+    start, folder = run_with_weights(tmp_path / "old"), RunFolder(tmp_path / "new", recipe())
     with folder.claimed(is_writer=True, start_from=start):
         (folder.path / "metrics.jsonl").touch()
     assert folder.start_from == start
@@ -188,9 +204,10 @@ def test_a_run_that_began_from_random_weights_takes_no_others(tmp_path: Path) ->
 
 
 def test_a_folder_left_before_its_recipe_was_written_may_be_used_again(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, recipe(), images("a")).claimed(is_writer=True, start_from=tmp_path / "old"):
-        (tmp_path / "recipe.yaml").unlink()
-    claim(tmp_path)
+    start, folder = run_with_weights(tmp_path / "old"), RunFolder(tmp_path / "new", recipe(), images("a"))
+    with folder.claimed(is_writer=True, start_from=start):
+        folder.recipe_file.unlink()
+    claim(folder.path)
 
 
 def test_everything_that_may_change_exists() -> None:
