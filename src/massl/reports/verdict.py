@@ -50,6 +50,9 @@ class Verdict:
 def verdict(run: Run) -> Verdict:
     """Judge a run, finished or not, by its probes."""
     if not any(row["step"] > 0 and _PROBED & row.keys() for row in run.rows):
+        if run.finished and not run.settings.get("probes.every_epochs", 1):
+            off = ("Probes were off (probes.every_epochs 0).",)
+            return Verdict(kind="too early", headline="not probed", reasons=off, next_step=_look_at_neighbours(run))
         none = ("No probe has been made in training yet.",)
         return Verdict(kind="too early", headline="too early to tell", reasons=none, next_step=_train_on(run))
     if signs := _collapse_signs(run):
@@ -91,9 +94,8 @@ def _without_labels(run: Run) -> Verdict:
         values = [row[key] for row in run.rows if key in row]
         if len(values) > 1:
             reasons.append(f"{words}: {values[0]:{form}} with random weights, {values[-1]:{form}} {_when(run)}.")
-    draw = _command("massl", "visualize", run.folder, "neighbours", "--data", _source(run), "--output")
-    next_step = NextStep("look whether neighbours are alike", f"{draw} {_command(run.folder / 'figures')}")
     headline = "no sign of collapse; without labels the accuracy is unknown"
+    next_step = _look_at_neighbours(run)
     return Verdict(kind="no labels", headline=headline, reasons=tuple(reasons), next_step=next_step)
 
 
@@ -194,6 +196,13 @@ def _train_on(run: Run) -> NextStep:
 def _look_at_curves(run: Run) -> NextStep:
     return NextStep(
         "look at the curves", _command("massl", "report", run.folder, "--output", run.folder / "report.html")
+    )
+
+
+def _look_at_neighbours(run: Run) -> NextStep:
+    options = ("--data", _source(run), "--output", run.folder / "figures")
+    return NextStep(
+        "look whether neighbours are alike", _command("massl", "visualize", run.folder, "neighbours", *options)
     )
 
 

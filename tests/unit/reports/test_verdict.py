@@ -150,6 +150,13 @@ def test_before_a_probe_in_training_it_is_too_early(judge: Judge) -> None:
     assert judge([20], {"trainer.epochs": 5}).kind == "too early"
 
 
+def test_a_finished_run_without_probes_is_not_told_to_train_on(make_run: Callable[..., Path]) -> None:
+    rows = [{"step": step, "epoch": step, "images_per_second": 1.0, "loss": 1.0} for step in (0, 1, 2)]
+    found = verdict(read_run(make_run("run", {"probes.every_epochs": 0}, rows=rows)))
+    assert "probes.every_epochs" in words(found)
+    assert "neighbours" in found.next_step.command
+
+
 def test_a_probe_without_effective_rank_is_judged_too(make_run: Callable[..., Path]) -> None:
     assert verdict(read_run(make_run("old"))).kind == "learnt"  # the rows of conftest have k-NN alone
 
