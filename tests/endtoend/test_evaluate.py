@@ -15,6 +15,7 @@ from PIL import Image
 
 import massl
 from massl.config import MasslError, RecipeError
+from massl.evaluations.results import read_rows
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.io import backbone_bytes
 
@@ -486,13 +487,23 @@ def test_images_without_labels_are_refused_where_labels_are_needed(evaluate: Any
     _assert_refused(evaluate("knn", images=(test.with_name("nowhere"), test)), "nowhere")
 
 
-def test_image_that_cannot_be_read_is_named(evaluate: Any, make_folder: Any, output: Path) -> None:
+def test_few_images_that_cannot_be_read_are_named_and_left_out_and_many_are_refused(
+    evaluate: Any, make_folder: Any, output: Path
+) -> None:
     photos = make_folder("photos", 24, classes=2)
-    _assert_measured(evaluate("knn", images=(photos, photos)))
-    for number in (3, 5):  # a single one is already too many
-        broken = photos / "class1" / f"{number:03d}.png"
-        broken.write_bytes(broken.read_bytes()[:200])
-        _assert_refused(evaluate("knn", images=(photos, photos)), "class1/003.png")
+
+    def break_image(number: int) -> None:
+        path = photos / "class1" / f"{number:03d}.png"
+        path.write_bytes(path.read_bytes()[:200])
+
+    break_image(3)
+    answer = evaluate("knn", images=(photos, photos))
+    _assert_measured(answer)
+    assert "skipped an unreadable image: class1/003.png: " in answer.error
+    rows = read_rows(output / "results.jsonl")
+    assert all("1 unreadable image left out" in row.setting.remarks and row.num_samples == 23 for row in rows)
+    break_image(5)  # 8 %
+    _assert_refused(evaluate("knn", images=(photos, photos)), "class1/003.png", "5%")
 
 
 def _landmarks(folder: Path) -> Path:

@@ -138,7 +138,8 @@ def _run_job(
         remarks.append("tested on the training images")
         print_line(console, f"{job.title}: the training images are the test images", style="yellow")
     measurements, num_unreadable = _measure(job, extractor, data, unreadable)
-    remarks += [f"{num_unreadable} unreadable images left out"] if num_unreadable else []
+    if num_unreadable:
+        remarks.append(f"{num_unreadable} unreadable {'image' if num_unreadable == 1 else 'images'} left out")
     seconds = time.perf_counter() - began
     rows = [
         ResultRow(
