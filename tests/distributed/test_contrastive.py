@@ -18,7 +18,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # AdamW blows up what rounding leaves of gradients that are exactly zero: the bias of the keys, and that of the
 # backbone's last norm, which the projector's batch norm takes away again. The latter is part of features.
 NOISE = ("qkv.bias", "model.norm.bias")
-OF_FEATURES = {"effective_rank", "feature_spread", "knn_top1"}
+OF_FEATURES = {"effective_rank", "feature_spread", "knn_top1", "other_view_top1"}
 
 
 @pytest.fixture(params=sorted(SETTINGS))
