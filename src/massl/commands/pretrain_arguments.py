@@ -19,7 +19,7 @@ massl pretrain --recipe massl-vits16 --data photos/ --output runs/a [--any.key v
 
 The options below are the values of a recipe. The defaults shown are those of --recipe, or of massl-vits16 if none is
 given. --method.name trains another method ({", ".join(METHODS)}) with the values the recipe has for it. The run is kept
-in the folder --output; the same command again continues it. The same command on several GPUs:
+in the folder --output; the same command again, or --output alone, continues it. The same command on several GPUs:
 
 torchrun --nproc-per-node 4 -m massl pretrain ..."""
 _SHOWN_RECIPE = "massl-vits16"  # whose values --help shows when no recipe is given
