@@ -140,8 +140,8 @@ def recipes_page() -> str:
     intro = [
         "# Recipes",
         "",
-        "A recipe is a YAML file with the values of a run; `base` names another recipe that it extends. These come with "
-        "massl; `massl recipes` lists them too. Any value can be changed on the command line "
+        "A recipe is a YAML file with the values of a run; `base` names another recipe that it extends. These come "
+        "with massl; `massl recipes` lists them too. Any value can be changed on the command line "
         "([settings](settings.md)), and you can pass your own YAML file with the same keys: `--recipe my-recipe.yaml`. "
         "This page is generated from the files.",
         "",

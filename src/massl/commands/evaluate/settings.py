@@ -22,9 +22,7 @@ class EvaluationRequest(ModelSettings):
     suite: Literal["paper"] | None = Field(
         None, description="paper: every evaluation of the paper whose data lie below data_root"
     )
-    train: str | None = Field(
-        None, description="images to learn from: a folder, archive or URI, as in pretrain"
-    )
+    train: str | None = Field(None, description="images to learn from: a folder, archive or URI, as in pretrain")
     test: str | None = Field(None, description="images to score")
     validation: str | None = Field(None, description="images for choosing rates; default: a part of train is held out")
     folder: str | None = Field(

@@ -25,6 +25,7 @@ from massl.evaluations.protocols.correspondence import (
 )
 from massl.nn.backbone import Backbone, BackboneSettings, Tokens, build_backbone
 from massl.nn.token_readout import UnsuitableModel
+from massl.ops.scoring.correspondence import _LINE_COLOURS as LINE_COLOURS
 from massl.weights.io import backbone_bytes
 from massl.weights.models import LoadedModel
 
@@ -207,7 +208,8 @@ def test_figures_show_both_kinds_of_pairs_and_say_who_chose_the_points(map_sourc
     for figure in captions["figures"]:
         picture = np.array(Image.open(folder / figure["file"]))
         assert picture.shape == (160, 320, 3)  # 32 px enlarged five times
-        assert (picture == (255, 0, 0)).all(axis=2).any(axis=0).sum() > 50  # lines
+        drawn = (picture[..., None, :] == np.array(LINE_COLOURS)).all(axis=3).any(axis=2)
+        assert drawn.any(axis=0).sum() > 50  # columns that lines cross
     instance, _, pair, _ = captions["figures"]
     assert instance["images"][0] == instance["images"][1]
     assert 0 <= instance["matched exactly"] <= instance["overlapping patches"] <= GRID * GRID
