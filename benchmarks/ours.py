@@ -97,6 +97,7 @@ class Training:
             schedules=self._schedules,
             probe=None,
             folder=RunFolder(Path(os.devnull), settings),  # nothing is written
+            crop_ratio=1.0,
             device=spec.device,
         )
 

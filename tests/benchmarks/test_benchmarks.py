@@ -17,7 +17,7 @@ from massl.ops.memory_attention import memory_loss_reference
 
 pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-PROGRAMS = ("features", "kmeans", "knn", "loading", "loss", "peers", "probe", "shapes", "step", "views")
+PROGRAMS = ("features", "kmeans", "knn", "loading", "loss", "peers", "probe", "shapes", "step", "update", "views")
 REQUIRED = {"case", "images_per_second", "peak_gib", "milliseconds"}
 TINY_TRAINING = ["--model", "vit_tiny_patch16_224", "--views", "2x32+2x16", "--rows", "64", "--block", "16"]
 TINY_TRAINING += ["--kernels", "plain", "--warmup", "1", "--timed", "2"]
@@ -233,3 +233,12 @@ def test_views_refuses_what_is_no_image_size(
     with pytest.raises(SystemExit):
         programs["views"].main(["--images", "500"])
     assert "--images" in capsys.readouterr().err
+
+
+def test_update_times_both_ways_of_updating_in_turns(
+    programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs["update"].main([*TINY_TRAINING, "--batch", "2", "--rounds", "2"])
+    cases = printed_cases(capsys)
+    assert [str(case["case"]).split()[2] for case in cases] == ["kernels", "torch"]
+    assert all(len(str(case["rounds"]).split()) == 2 for case in cases)
