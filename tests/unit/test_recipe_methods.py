@@ -156,3 +156,15 @@ def test_massl_for_few_images_is_as_it_was_measured(name: str) -> None:
 def test_every_recipe_file_names_its_method() -> None:
     for name, path in shipped_recipes().items():
         assert name == "demo" or "name: " + name.partition("-")[0] in path.read_text()
+
+
+def test_other_images_than_the_demos_are_probed_on_themselves() -> None:
+    own, other = load_recipe("demo").probes, load_recipe("demo", {"data.source": "photos"}).probes
+    assert (own.database, own.queries) == ("demo:train", "demo:test")
+    assert not other.database
+    assert not other.queries
+    assert other.every_epochs == own.every_epochs
+    parsed = parse_pretrain(["--recipe", "demo", "--data", "photos", "--output", "run"]).recipe
+    assert parsed.probes == other
+    named = load_recipe("demo", {"data.source": "photos", "probes.database": "demo:train"}).probes
+    assert named.database == "demo:train"

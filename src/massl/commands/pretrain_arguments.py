@@ -52,9 +52,11 @@ def parse_pretrain(arguments: Sequence[str]) -> PretrainCall:
     name = _value_of("--recipe", arguments)
     runs = [_value_of(option, arguments) for option in ("--output", "--start_from")]
     is_help = bool({"--help", "-h"} & set(arguments))
-    method = _value_of("--method.name", arguments)
+    data = _value_of("--data", arguments) or _value_of("--data.source", arguments)
+    given = {"method.name": _value_of("--method.name", arguments), "data.source": data}
     recipe = load_recipe(
-        name or (_SHOWN_RECIPE if is_help else recipe_of_run(*runs)), {} if method is None else {"method.name": method}
+        name or (_SHOWN_RECIPE if is_help else recipe_of_run(*runs)),
+        {key: value for key, value in given.items() if value is not None},  # they change what other values mean
     )
     # Only the chosen method's options; the rest would clutter --help.
     arguments_type = create_model(

@@ -67,7 +67,16 @@ def _values_of(path: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if chosen != own:
         values = for_method(values, chosen)
     values.pop("with_method", None)
-    return merge(values, overrides, PretrainRecipe)
+    return merge(_probed_on_own_images(values, overrides), overrides, PretrainRecipe)
+
+
+def _probed_on_own_images(values: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Other images than the bundled demo's are not probed on the demo's: the probe then takes the training images."""
+    changes, own = dotted(overrides, PretrainRecipe), str((values.get("data") or {}).get("source", ""))
+    probes = values.get("probes") or {}
+    if own.startswith("demo:") and changes.get("data.source", own) != own and probes.get("database") == own:
+        values["probes"] = {key: value for key, value in probes.items() if key not in ("database", "queries")}
+    return values
 
 
 class TrainingImages(Settings):

@@ -167,9 +167,7 @@ def _best_words(run: Run) -> tuple[str, ...]:
     """A comment if the last probe is not the best one."""
     best = run.best
     if run.is_best_untrained:
-        return (
-            f"The best probe is the first, {best.knn_top1:.1f} % before training: no later one is better.",
-        )
+        return (f"The best probe is the first, {best.knn_top1:.1f} % before training: no later one is better.",)
     if best.knn_top1 - run.last.knn_top1 > _margin(run):
         return (f"It was better before: {best.knn_top1:.1f} % at {run.place_of(best)}.",)
     return ()
