@@ -54,7 +54,7 @@ def test_ranks_with_other_images_are_refused_and_told_apart(monkeypatch: pytest.
 
 def test_ranks_with_the_same_images_elsewhere_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch, *exchanged(monkeypatch, images("a", "there"), data__source="there", data__num_workers=3))
-    require_equal_ranks(load_recipe("demo"), images())
+    require_equal_ranks(load_recipe("demo", {"data.source": "here"}), images())
 
 
 def test_ranks_of_other_recipes_are_refused_and_the_values_named(monkeypatch: pytest.MonkeyPatch) -> None:
