@@ -85,7 +85,7 @@ def _with_labels(run: Run) -> Verdict:
 
 def _without_labels(run: Run) -> Verdict:
     """No accuracy: only whether it collapsed, and how often the network finds an image by another view of it."""
-    reasons = ["Without labels the accuracy is unknown."]
+    reasons: list[str] = []
     for key, words, form in (
         ("other_view_top1", "Images found again by another view of them, in percent", ".1f"),
         ("effective_rank", "Effective rank", ".1f"),
