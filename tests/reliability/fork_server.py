@@ -139,6 +139,7 @@ HOOKS: dict[str, Callable[..., None]] = {
 
 
 def _run_child(job: dict[str, Any]) -> NoReturn:
+    os.setpgid(0, 0)  # a group of its own: it can be signalled with its workers, as by a terminal
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -162,10 +163,10 @@ def _run_child(job: dict[str, Any]) -> NoReturn:
     os._exit(status)  # not sys.exit: taking torch's modules apart one by one takes longer than the training
 
 
-def _poll(pid: int) -> int | None:
-    """Exit status of a child, minus the signal that ended it, or None while it runs."""
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if ended else None
+def _poll(pid: int) -> dict[str, float | None]:
+    """Exit status of a child, minus the signal that ended it, or None while it runs; its peak of memory."""
+    ended, status, used = os.wait4(pid, os.WNOHANG) if pid else (0, 0, resource.getrusage(resource.RUSAGE_SELF))
+    return {"status": os.waitstatus_to_exitcode(status) if ended else None, "peak_mib": used.ru_maxrss / 1024}
 
 
 def serve() -> None:
@@ -178,7 +179,7 @@ def serve() -> None:
     while line := sys.stdin.readline():
         request = json.loads(line)
         if "poll" in request:
-            answer: dict[str, int | None] = {"status": _poll(request["poll"])}
+            answer = _poll(request["poll"])
         else:
             pid = os.fork()
             if pid == 0:
