@@ -58,6 +58,11 @@ class MetricsLog:
         with self._warnings.open("a", encoding="utf-8") as file:
             file.write(_line({"step": step, "warning": warning}))
 
+    def caution(self, step: int, warning: str) -> None:
+        """A warning from before training; a run that continues does not repeat it."""
+        if not any(row.get("warning") == warning for row in _read_rows(self._warnings)):
+            self.warn(step, warning)
+
     def close(self) -> None:
         self._file.close()
         self._tensorboard.close()

@@ -21,6 +21,7 @@ from massl.ops.scoring.feature_health import effective_rank
 from massl.ops.scoring.neighbours import knn_accuracy, knn_accuracy_among_others, own_image_found
 
 _CHUNK_PIXELS = 256 * 224 * 224  # of the images that go through the backbone at once
+_CPU_CHUNK_PIXELS = 16 * 224 * 224  # seconds of a small ViT: a probe can be stopped between chunks
 _RAW_PIXEL_SIDE = 32
 # Effective rank below which features count as collapsed: collapsed runs ended at 1.5, the worst healthy one at 6.6.
 _LOWEST_RANK = 1.8
@@ -112,11 +113,23 @@ class Probe:
         return len(self._queries.indices)
 
     @torch.no_grad()
-    def measure(self, method: Method, hyper: StepHyper) -> dict[str, float]:
-        """k-NN accuracy (if labels exist), measures without labels and the method's health metrics, in float32."""
+    def measure(
+        self, method: Method, hyper: StepHyper, *, between_batches: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """k-NN accuracy (if labels exist), measures without labels and the method's health metrics, in float32.
+
+        `between_batches` may raise, to end the probe.
+        """
         backbone = method.backbone_to_evaluate()
         was_training = backbone.training
         backbone.eval()
+        try:
+            return self._measure(method, hyper, between_batches)
+        finally:
+            backbone.train(was_training)
+
+    def _measure(self, method: Method, hyper: StepHyper, between_batches: Callable[[], None]) -> dict[str, float]:
+        backbone = method.backbone_to_evaluate()
 
         def features_of(batch: ImageBatch) -> Tensor:
             views = centre_view(batch.images, size=self.views.global_size, crop_ratio=self.settings.crop_ratio)
@@ -125,16 +138,15 @@ class Probe:
         def features_of_both(batch: ImageBatch) -> Tensor:  # -> [B, 2 * D]
             return torch.cat([features_of(batch), backbone(self._other_views(batch)).pooled.float()], dim=1)
 
-        both, query_labels = self._extract(self._queries, features_of_both)
+        both, query_labels = self._extract(self._queries, features_of_both, between_batches)
         query_features, other_features = (part.contiguous() for part in both.chunk(2, dim=1))
         if not bool(query_features.isfinite().all()):
             raise NonFiniteFeatures("the teacher's features are not finite")
         metrics = {"effective_rank": effective_rank(query_features), **method.health(query_features, hyper)}
         metrics["other_view_top1"] = own_image_found(other_features, query_features)
         if self._database is not None:
-            database_features, database_labels = self._extract(self._database, features_of)
+            database_features, database_labels = self._extract(self._database, features_of, between_batches)
             metrics["knn_top1"] = self._knn(query_features, query_labels, database_features, database_labels)
-        backbone.train(was_training)
         return metrics
 
     def _other_views(self, batch: ImageBatch) -> Tensor:  # -> [B, 3, S, S]
@@ -170,12 +182,18 @@ class Probe:
             *rows, query_indices, row_indices, num_neighbours=num_neighbours, temperature=temperature
         )
 
-    def _extract(self, subset: _Subset, features_of: Callable[[ImageBatch], Tensor]) -> tuple[Tensor, Tensor]:
+    def _extract(
+        self,
+        subset: _Subset,
+        features_of: Callable[[ImageBatch], Tensor],
+        between_batches: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, Tensor]:
         """Features [N, D] and labels [N] of a subset; each rank computes its share, then they are gathered."""
         num_images, world_size = len(subset.indices), distributed.world_size()
         share = -(-num_images // world_size)
         positions = (distributed.rank() * share + torch.arange(share)) % num_images  # the last rank may wrap around
-        chunk_size = min(2048, max(1, _CHUNK_PIXELS // self.views.global_size**2))
+        chunk_pixels = _CPU_CHUNK_PIXELS if self._device.type == "cpu" else _CHUNK_PIXELS
+        chunk_size = min(2048, max(1, chunk_pixels // self.views.global_size**2))
         chunks = torch.split(subset.indices[positions], chunk_size)
         loader = Loader(
             subset.source,
@@ -191,6 +209,7 @@ class Probe:
         features, labels = [], []
         try:
             for chunk in range(len(chunks)):
+                between_batches()
                 batch = loader.at(chunk)
                 features.append(features_of(batch.to(self._device)))
                 labels.append(batch.labels.to(self._device))

@@ -1,7 +1,7 @@
 """The training loop: the same in one process and in many, resumable at any step."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,10 @@ from massl.training.checkpoint import CheckpointStore
 from massl.training.execution import choose_execution
 from massl.training.graphed_step import GraphedStep
 from massl.training.loss_watch import LossWatch, NonFiniteLoss
-from massl.training.metrics_log import MetricsLog
 from massl.training.optimizers import build_optimizer
-from massl.training.probes import NonFiniteFeatures, Probe, warnings_of
+from massl.training.probes import Probe
 from massl.training.progress import ProgressDisplay
+from massl.training.row_log import RowLog
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.settings import TrainerSettings
@@ -93,19 +93,30 @@ class Trainer:
             probe_every_steps=self._probe_steps,
             visible=distributed.is_main(),
         )
+        self.rows = RowLog(
+            method=self.method,
+            probe=probe,
+            watch=self.watch,
+            display=self.display,
+            settling_steps=max(schedules.steps_per_epoch, schedules.num_steps // 10),
+        )
         self.stop = StopRequest(self._acknowledge)
 
-    def fit(self) -> FitResult:
-        """Train from the newest checkpoint, or from the start, to the end of the run or a signal."""
+    def fit(self, *, cautions: Sequence[str] = ()) -> FitResult:
+        """Train from the newest checkpoint, or from the start, to the end of the run or a signal.
+
+        `cautions` were printed before; the run folder keeps them.
+        """
         start_step = self._resume()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # an earlier run of this process may have used more
-        if start_step is not None and start_step >= self.end_step:
+        if start_step is not None and start_step >= self.end_step and self.rows.unprobed is None:
             return FitResult(step=start_step, finished=True, signal_number=None)
-        log = MetricsLog(self.folder.path, resume_step=start_step) if distributed.is_main() else None
+        if distributed.is_main():
+            self.rows.open(self.folder.path, resume_step=start_step, cautions=cautions)
         try:
             with self.stop, self.display:
-                return self._loop(start_step, log)
+                return self._loop(start_step)
         except StepAbandoned as abandoned:
             step = abandoned.step
             if step and step not in self.store.steps():  # before the first update there is nothing to save
@@ -114,14 +125,16 @@ class Trainer:
         except NonFiniteLoss as error:
             raise self._explain(error) from error
         finally:
-            if log is not None:
-                log.close()
+            self.rows.close()
             self.loader.close()
 
-    def _loop(self, start_step: int | None, log: MetricsLog | None) -> FitResult:
+    def _loop(self, start_step: int | None) -> FitResult:
         if start_step is None:
-            self._log_start(log)
+            self._log_start()
             start_step = 0
+        elif self.rows.unprobed is not None:
+            self._write_row(self.rows.unprobed, self.schedules.at(start_step - 1), probe=True)
+            self.save(start_step)  # without the row
         self.display.start(start_step)
         clock, logged_step = time.perf_counter(), start_step
         for step in range(start_step, self.end_step):
@@ -137,7 +150,7 @@ class Trainer:
                 signal_number = distributed.largest_over_ranks(self.stop.received or 0, self.device)
             if should_log:
                 seconds, num_images = time.perf_counter() - clock, (done - logged_step) * self.settings.batch_size
-                self._log(log, output, hyper, done, images_per_second=num_images / seconds, probe=should_probe)
+                self._log(output, hyper, done, images_per_second=num_images / seconds, probe=should_probe)
                 clock, logged_step = time.perf_counter(), done
             if should_save or signal_number or done == self.end_step:
                 self.save(done)
@@ -149,6 +162,8 @@ class Trainer:
         """Answer a signal; called by its handler, between two instructions of the loop."""
         if distributed.world_size() > 1:
             when = f"at the next multiple of {self.settings.log_every_steps} steps, where all processes agree"
+        elif self.rows.unprobed is not None:
+            when = "after this batch of the probe"
         else:
             in_parts = self.device.type == "cpu" and self.settings.accumulation_steps > 1
             when = "after this part of the step" if in_parts else "after this step"
@@ -202,7 +217,7 @@ class Trainer:
     def _milestone_steps(self) -> int:
         return self.settings.milestone_every_epochs * self.schedules.steps_per_epoch
 
-    def _log_start(self, log: MetricsLog | None) -> None:
+    def _log_start(self) -> None:
         """Log step 0: the loss of the first batch and a probe, both before any training."""
         hyper = self.schedules.at(0)
         with self.display.busy("first batch, before training"), torch.no_grad():
@@ -210,19 +225,10 @@ class Trainer:
             with torch.compiler.set_stance("force_eager"):
                 output = combine([self.step.forward(views, hyper) for views in self._view_parts(images, hyper)])
         self.watch.push(0, output.loss, images.indices)
-        self._log(log, output, hyper, 0, images_per_second=0.0, probe=True)
+        self._log(output, hyper, 0, images_per_second=0.0, probe=True)
         self._abandon_if_asked(0)
 
-    def _log(
-        self,
-        log: MetricsLog | None,
-        output: StepOutput,
-        hyper: StepHyper,
-        done: int,
-        *,
-        images_per_second: float,
-        probe: bool,
-    ) -> None:
+    def _log(self, output: StepOutput, hyper: StepHyper, done: int, *, images_per_second: float, probe: bool) -> None:
         self.watch.flush()
         row: dict[str, float] = {
             "step": done,
@@ -235,35 +241,16 @@ class Trainer:
             **self._peak_memory(),
             **{name: float(distributed.mean_over_ranks(value)) for name, value in output.metrics.items()},
         }
-        if probe and self.probe is not None:
-            self.watch.check_weights(self.method, done=done)  # before the probe, which needs finite features
-            try:
-                # Not compiled: other shapes and float32 would take longer to compile than they save.
-                with self.display.busy("probing", is_probe=True), torch.compiler.set_stance("force_eager"):
-                    row |= self.probe.measure(self.method, hyper)
-            except NonFiniteFeatures:
-                step = max(0, done - 1)
-                raise NonFiniteLoss(
-                    f"the features after step {step} are not finite", step=step, indices=self.watch.last_indices
-                ) from None
-            if done > self._settling_steps:
-                for warning in warnings_of(self.method, row):
-                    self.display.warn(warning)
-                    if log is not None:
-                        log.warn(done, warning)
-        if log is not None:
-            log.write(row)
-        self.display.log(row)
+        self._write_row(row, hyper, probe=probe)
+
+    def _write_row(self, row: dict[str, float], hyper: StepHyper, *, probe: bool) -> None:
+        done = int(row["step"])
+        self.rows.write(row, hyper, probe=probe, between_batches=lambda: self._abandon_if_asked(done))
 
     def _peak_memory(self) -> dict[str, float]:
         if self.device.type != "cuda":
             return {}
         return {"peak_memory_gib": round(torch.cuda.max_memory_allocated(self.device) / 2**30, 3)}
-
-    @property
-    def _settling_steps(self) -> int:
-        """No warnings before this step: embeddings of an untrained network are nearly equal, as in a collapse."""
-        return max(self.schedules.steps_per_epoch, self.schedules.num_steps // 10)
 
     def save(self, done: int) -> None:
         """Write the checkpoint and the backbone after `done` steps; 0: the weights that the run starts from."""
@@ -277,6 +264,8 @@ class Trainer:
                 "method": self.method.state_dict(),
                 "optimizer": self.optimizer.portable_state(),
             }
+            if self.rows.unprobed is not None:
+                state["unprobed"] = self.rows.unprobed
             backbone, mean, std = self.method.backbone_to_evaluate(), self.views.mean, self.views.std
             arguments, size, ratio = backbone.timm_arguments, self.views.global_size, self.crop_ratio
             content = backbone_bytes(
@@ -299,6 +288,7 @@ class Trainer:
             )
         self.method.load_state_dict(state["method"])
         self.optimizer.load_portable_state(state["optimizer"])
+        self.rows.unprobed = state.get("unprobed")
         step = int(state["step"])
         if step == 0:  # weights to start from, nothing is trained yet
             return None

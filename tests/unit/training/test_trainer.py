@@ -1,6 +1,6 @@
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from massl.training.progress import ProgressDisplay
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.settings import TrainerSettings
+from massl.training.stop_request import StepAbandoned
 from massl.training.trainer import FitResult, Trainer, TrainingStopped
 
 SOURCE = ArraySource(
@@ -240,6 +241,85 @@ def test_a_signal_before_the_first_step_saves_nothing_and_the_run_begins_anew(tm
     assert_equal(checkpoint(tmp_path / "stopped", 6), checkpoint(tmp_path / "straight", 6))
 
 
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven images at once: the 13 queries and the 13 images of the database are two batches each."""
+    monkeypatch.setattr(probes, "_CPU_CHUNK_PIXELS", 7 * 8 * 8)
+
+
+class StoppedInProbe(MaSSL):
+    """Asks to stop while the images of a probe go through the network."""
+
+    at_probe = 0  # the first probe is made before training
+
+    def __init__(self, *positional: Any, **named: Any) -> None:
+        super().__init__(*positional, **named)
+        self.num_passes = 0
+        self.backbone_to_evaluate().register_forward_hook(self._count)
+
+    def _count(self, backbone: nn.Module, *_: Any) -> None:
+        if not backbone.training:
+            self.num_passes += 1
+            # Two batches of queries, seen twice, and two of the database.
+            if self.num_passes == 6 * self.at_probe + 1:
+                signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(("at_probe", "step"), [(0, 0), (1, 3), (2, 6)])
+def test_a_signal_in_a_probe_ends_it_between_batches_and_the_probe_is_made_on_continuing(
+    at_probe: int, step: int, straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    class Stopped(StoppedInProbe):
+        pass
+
+    Stopped.at_probe = at_probe
+    small_batches(monkeypatch)
+    run = trainer(tmp_path, method_type=Stopped)
+    assert run.fit() == FitResult(step=step, finished=False, signal_number=signal.SIGINT)
+    assert run.method.num_passes == 6 * at_probe + 2, "the rest of the probe was made after the signal"
+    assert "stopping after this batch of the probe" in capsys.readouterr().err
+    assert run.store.steps() == ([step] if step else [])
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(step))
+    monkeypatch.undo()
+
+    assert fit(tmp_path) == FitResult(step=6, finished=True, signal_number=None)
+    assert_equal(checkpoint(tmp_path, 6), checkpoint(straight_run, 6))
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(7))
+    monkeypatch.setattr(MaSSL, "after_step", None)
+    assert fit(tmp_path) == FitResult(step=6, finished=True, signal_number=None)  # nothing is left to do
+
+
+def test_rows_of_a_run_stopped_in_a_probe_are_those_of_a_straight_run(
+    straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(StoppedInProbe):
+        at_probe = 1
+
+    small_batches(monkeypatch)
+    fit(tmp_path / "straight")
+    assert fit(tmp_path / "stopped", method_type=Stopped).step == 3
+    fit(tmp_path / "stopped")
+    assert rows_without_timing(tmp_path / "stopped") == rows_without_timing(tmp_path / "straight")
+
+
+def test_several_processes_finish_the_probe_before_they_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trainer(tmp_path)
+    run.stop.received = signal.SIGINT
+    with pytest.raises(StepAbandoned):
+        run._write_row({"step": 3.0}, run.schedules.at(2), probe=True)
+    run.rows.unprobed = None
+    measured: list[None] = []
+
+    def measure(method: MaSSL, hyper: StepHyper, *, between_batches: Callable[[], None]) -> dict[str, float]:
+        measured.append(between_batches())
+        return {"effective_rank": 5.0}
+
+    assert run.probe is not None
+    monkeypatch.setattr(run.probe, "measure", measure)
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    run._write_row({"step": 3, "loss": 1.0, "images_per_second": 0.0}, run.schedules.at(2), probe=True)
+    assert len(measured) == 1
+
+
 def test_every_step_and_part_is_shown_not_only_logged_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[float] = []
     monkeypatch.setattr(ProgressDisplay, "advance", lambda self, steps, loss: shown.append(steps))
@@ -382,6 +462,15 @@ def test_warnings_stay_in_the_run_folder_once_each_however_often_the_run_is_stop
             {"step": step, "warning": f"training may hardly progress: at step {step}. See docs/troubleshooting.md."}
             for step in (4, 5, 6)
         ]
+
+
+def test_cautions_before_training_stay_in_the_run_folder_once_each(tmp_path: Path) -> None:
+    cautions = ["the memory is larger than the data set", "batch norm in parts"]
+    for max_steps in (2, 4):
+        trainer(tmp_path, trainer__max_steps=max_steps).fit(cautions=cautions[: max_steps // 2])
+    rows = [json.loads(line) for line in (tmp_path / "warnings.jsonl").read_text().splitlines()]
+    found = [row for row in rows if row["warning"] in cautions]
+    assert found == [{"step": 0, "warning": cautions[0]}, {"step": 2, "warning": cautions[1]}]
 
 
 def test_only_the_main_process_writes_warnings_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,78 @@
+"""The rows of metrics.jsonl: completed by probes, judged, written and shown."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from massl.methods.base import Method, StepHyper
+from massl.training.loss_watch import LossWatch, NonFiniteLoss
+from massl.training.metrics_log import MetricsLog
+from massl.training.probes import NonFiniteFeatures, Probe, warnings_of
+from massl.training.progress import ProgressDisplay
+
+
+class RowLog:
+    """Probes where asked, warns, and writes each row; only a log that was opened writes files."""
+
+    def __init__(
+        self,
+        *,
+        method: Method,
+        probe: Probe | None,
+        watch: LossWatch,
+        display: ProgressDisplay,
+        settling_steps: int,  # no warnings before: embeddings of an untrained network are nearly equal
+    ) -> None:
+        self._method, self._probe, self._watch, self._display = method, probe, watch, display
+        self._settling_steps = settling_steps
+        self._file: MetricsLog | None = None
+        # The row whose probe is under way. If a signal stops the probe, the checkpoint keeps the row, and the probe is
+        # made when the run continues.
+        self.unprobed: dict[str, float] | None = None
+
+    def open(self, folder: Path, *, resume_step: int | None, cautions: Sequence[str]) -> None:
+        """Continue the files of the folder after `resume_step`. `cautions`: warnings printed before training."""
+        if resume_step is not None and self.unprobed is not None:
+            resume_step -= 1  # the row of this step is written again
+        self._file = MetricsLog(folder, resume_step=resume_step)
+        for caution in cautions:
+            self._file.caution(resume_step or 0, caution)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(
+        self, row: dict[str, float], hyper: StepHyper, *, probe: bool, between_batches: Callable[[], None]
+    ) -> None:
+        """`between_batches` may raise, to end the probe; `unprobed` then holds the row."""
+        if probe and self._probe is not None:
+            self.unprobed = row
+            row = row | self._measure(self._probe, int(row["step"]), hyper, between_batches)
+            self.unprobed = None
+            if row["step"] > self._settling_steps:
+                self._warn(row)
+        if self._file is not None:
+            self._file.write(row)
+        self._display.log(row)
+
+    def _measure(
+        self, probe: Probe, done: int, hyper: StepHyper, between_batches: Callable[[], None]
+    ) -> dict[str, float]:
+        self._watch.check_weights(self._method, done=done)  # before the probe, which needs finite features
+        try:
+            # Not compiled: other shapes and float32 would take longer to compile than they save.
+            with self._display.busy("probing", is_probe=True), torch.compiler.set_stance("force_eager"):
+                return probe.measure(self._method, hyper, between_batches=between_batches)
+        except NonFiniteFeatures:
+            step = max(0, done - 1)
+            raise NonFiniteLoss(
+                f"the features after step {step} are not finite", step=step, indices=self._watch.last_indices
+            ) from None
+
+    def _warn(self, row: dict[str, float]) -> None:
+        for warning in warnings_of(self._method, row):
+            self._display.warn(warning)
+            if self._file is not None:
+                self._file.warn(int(row["step"]), warning)
