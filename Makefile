@@ -2,6 +2,7 @@
 # make test        lint, types, architecture and all quick tests: below five minutes on two cores
 # make test-slow   the long tests: learning runs, ten kills, whole suite, documentation site, browser, benchmarks
 # make test-gpu    the tests that need a GPU, by the Python given: make test-gpu PYTHON=python3 (installs nothing)
+# make reliability 10,000 cases of every fault class (CASES=300 KILLS=5: a short look), into docs/reliability.md
 # make lint        ruff and mypy
 # make format      let ruff rewrite what it can
 # make docs        the documentation site, into site/ (open site/index.html)
@@ -13,7 +14,7 @@ STAMP := $(VENV)/.installed
 # A file stays with one worker, so that its fixtures are made once; folders in their order: the longest tests come first.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-quick test-slow test-gpu lint format clean-demo docs
+.PHONY: demo test test-quick test-slow test-gpu reliability lint format clean-demo docs
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -48,6 +49,11 @@ test-slow: $(STAMP)
 
 test-gpu:
 	PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) -m pytest -p no:xdist -m gpu tests/unit
+
+CASES ?= 10000
+KILLS ?= 100
+reliability: $(STAMP)
+	$(BIN)/python -m tests.reliability --cases $(CASES) --kills $(KILLS)
 
 docs: $(STAMP)
 	$(BIN)/python -m mkdocs build --strict

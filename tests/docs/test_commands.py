@@ -27,6 +27,8 @@ from massl.commands.recipe import load_recipe, parse_set_options
 from massl.commands.recipes import RecipesSettings, recipe_header, recipe_text, recipes_table, shipped_recipes
 from massl.commands.report.command import ReportSettings
 from massl.commands.visualize import VisualizeSettings
+from tests.reliability.frame import all_classes
+from tests.reliability.program import parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = {"bash", "python", "yaml", "text", "bibtex"}  # text: what a program prints, or a drawing
@@ -172,6 +174,9 @@ def check_python(arguments: list[str]) -> None:
     """A program of benchmarks/ or scripts/: up to where its own parser has taken the arguments."""
     if arguments[:2] == ["-m", "massl"]:
         return check_massl(arguments[2:])
+    if arguments[:2] == ["-m", "tests.reliability"]:
+        assert set(parse_arguments(arguments[2:]).only or ()) <= {found.name for found in all_classes()}
+        return None
     program = ROOT / arguments[0]
     assert program.parent.name in ("benchmarks", "scripts")
     assert program.is_file()

@@ -6,6 +6,7 @@ process does: threads joined, exit functions called.
 """
 
 import atexit
+import contextlib
 import functools
 import importlib
 import json
@@ -176,16 +177,23 @@ def serve() -> None:
     assert threading.active_count() == 1
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     print(json.dumps({"ready": True}), flush=True)
+    running: set[int] = set()
     while line := sys.stdin.readline():
         request = json.loads(line)
         if "poll" in request:
             answer = _poll(request["poll"])
+            if answer["status"] is not None:
+                running.discard(request["poll"])
         else:
             pid = os.fork()
             if pid == 0:
                 _run_child(request)
+            running.add(pid)
             answer = {"pid": pid}
         print(json.dumps(answer), flush=True)
+    for pid in running:  # whoever asked is gone
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

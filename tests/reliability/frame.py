@@ -1,7 +1,9 @@
 """What a fault class is, and how one case of it is run: see README.md."""
 
+import atexit
 import contextlib
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -165,18 +167,14 @@ def session_folder() -> Path:
         if os.getpid() == owner:
             shutil.rmtree(folder, ignore_errors=True)
 
-    import atexit
-
     atexit.register(remove)
     return folder
 
 
 def made_once(name: str, make: Callable[[Path], Any]) -> Path:
     """The folder that `make` filled: the first process that asks makes it, the others wait for it."""
-    import fcntl
-
     folder = session_folder() / name.replace(" ", "-")
-    with (session_folder() / f"{folder.name}.lock").open("w") as lock, _without_alarm():
+    with (session_folder() / f"{folder.name}.lock").open("w") as lock, untimed():
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             partial = folder.with_suffix(".partial")
@@ -188,7 +186,7 @@ def made_once(name: str, make: Callable[[Path], Any]) -> Path:
 
 
 @contextlib.contextmanager
-def _without_alarm() -> Iterator[None]:
+def untimed() -> Iterator[None]:
     """What is made once does not count as time of the case that happened to ask first."""
     left, _ = signal.setitimer(signal.ITIMER_REAL, 0)
     try:

@@ -9,14 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.reliability.frame import Hang
+from tests.reliability.frame import Hang, session_folder, untimed
 
 _DEADLINE_SECONDS = 120.0  # only for a process that hangs
 
@@ -158,9 +157,12 @@ _servers: dict[int, ForkServer] = {}  # by process: a forked one must not share 
 def server() -> ForkServer:
     """The fork server of this process, started when it is first wanted."""
     if os.getpid() not in _servers:
-        found = _servers[os.getpid()] = ForkServer(Path(tempfile.mkdtemp(prefix="massl-logs-")))
+        logs = session_folder() / f"logs-{os.getpid()}"
+        logs.mkdir()
+        with untimed():
+            found = _servers[os.getpid()] = ForkServer(logs)
+            found.ask({"poll": 0})  # wait until it is ready
         atexit.register(functools.partial(_close, os.getpid()))
-        found.ask({"poll": 0})  # wait until it is ready: not the time of a case
     return _servers[os.getpid()]
 
 

@@ -1,0 +1,14 @@
+"""`python -m tests.reliability`: program.py, in a process with a single thread."""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # Before numpy and torch are imported: workers are forked from this process.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    from tests.reliability.program import main
+
+    sys.exit(main())
