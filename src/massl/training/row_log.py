@@ -35,7 +35,7 @@ class RowLog:
         """Continue the files of the folder after `resume_step`. `cautions`: warnings printed before training."""
         if resume_step is not None and self.unprobed is not None:
             resume_step -= 1  # the row of this step is written again
-        self._file = MetricsLog(folder, resume_step=resume_step)
+        self._file = MetricsLog(folder, resume_step=resume_step, warn=self._display.warn)
         for caution in cautions:
             self._file.caution(resume_step or 0, caution)
 

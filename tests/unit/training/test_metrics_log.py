@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from massl.json_lines import rejected_file
 from massl.training.metrics_log import TIMING_KEYS, MetricsLog, read_metrics
 
 
 @contextmanager
 def log(folder: Path, *, resume_step: int | None) -> Iterator[MetricsLog]:
-    with closing(MetricsLog(folder, resume_step=resume_step)) as opened:
+    with closing(MetricsLog(folder, resume_step=resume_step, warn=print)) as opened:
         yield opened
 
 
@@ -88,14 +89,82 @@ def test_a_run_keeps_the_warnings_up_to_the_step_it_resumes_from(
     assert [row["step"] for row in warnings_in(tmp_path)] == [*kept, 30]
 
 
+# ---- damaged rows ----------------------------------------------------------------------------------------------------
+
+DAMAGED = [
+    b"{}",
+    b'{"step": 5, "loss": \xff0.5}',
+    b'{"step": 5, "epoch": 0, "lo',
+    b"[5]",
+    b'{"step": "5"}',
+    b'{"step": NaN}',
+    b'{"step": true}',
+    b'{"step": {"step": 5}}',
+    b'{"step": 1e400}',
+    b"\x00\x00\x00",
+]
+
+
+@pytest.mark.parametrize("line", DAMAGED, ids=str)
+@pytest.mark.parametrize("name", ["metrics.jsonl", "warnings.jsonl"])
+def test_a_damaged_row_is_set_aside_and_named_and_all_other_rows_stay(tmp_path: Path, name: str, line: bytes) -> None:
+    rows = [json.dumps({"step": step, "warning": "slow"}).encode() for step in (0, 5, 10, 15)]
+    (tmp_path / name).write_bytes(b"\n".join([*rows[:2], line, *rows[2:]]) + b"\n")
+    said: list[str] = []
+    with closing(MetricsLog(tmp_path, resume_step=10, warn=said.append)):
+        pass
+    assert (tmp_path / name).read_bytes() == b"\n".join(rows[:3]) + b"\n"
+    assert rejected_file(tmp_path / name).read_bytes() == line + b"\n"
+    assert len(said) == 1
+    assert f"line 3 of {name}" in said[0]
+    assert str(rejected_file(tmp_path / name)) in said[0]
+    with closing(MetricsLog(tmp_path, resume_step=10, warn=said.append)):
+        pass
+    assert len(said) == 1
+
+
+def test_a_damaged_row_does_not_hide_the_later_ones_from_readers(tmp_path: Path) -> None:
+    write_steps(tmp_path, 0, 5, 10)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(lines[0] + b"{}\n\xff\n" + lines[1] + lines[2])
+    assert steps_in(tmp_path) == [0, 5, 10]
+
+
+def test_a_row_whose_step_does_not_fit_its_place_is_set_aside_not_dropped(tmp_path: Path) -> None:
+    """As after one flipped digit: rows come in the order of their steps."""
+    write_steps(tmp_path, 0, 9005, 10, 15)
+    said: list[str] = []
+    with closing(MetricsLog(tmp_path, resume_step=10, warn=said.append)):
+        pass
+    assert steps_in(tmp_path) == [0, 10]
+    assert json.loads(rejected_file(tmp_path / "metrics.jsonl").read_text())["step"] == 9005
+    assert len(said) == 1
+
+
+def test_rows_that_are_kept_are_kept_byte_for_byte(tmp_path: Path) -> None:
+    kept = b'{"step": 1, "nested": {"a": [1, NaN]}, "word": "\xc3\xa4", "big": 1e999}\n{"step": 1, "again": 2}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(kept)
+    write_steps(tmp_path, resume_step=3)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == kept
+
+
+def test_a_run_that_starts_anew_sets_damaged_rows_aside_too(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n\xff\xfe\n')
+    write_steps(tmp_path, 0)
+    assert steps_in(tmp_path) == [0]
+    assert rejected_file(tmp_path / "metrics.jsonl").read_bytes() == b"\xff\xfe\n"
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_refused_by_name_and_not_written(tmp_path: Path, value: float) -> None:
-    with (
-        log(tmp_path, resume_step=None) as opened,
-        pytest.raises(ValueError, match=r"step 3.*loss"),
-    ):
-        opened.write({"step": 3, "epoch": 0, "loss": value})
-    assert steps_in(tmp_path) == []
+def test_what_is_not_finite_is_left_out_of_its_row_and_named_once(tmp_path: Path, value: float) -> None:
+    said: list[str] = []
+    with closing(MetricsLog(tmp_path, resume_step=None, warn=said.append)) as opened:
+        for step in (3, 4):
+            opened.write({"step": step, "epoch": 0, "loss": 1.0, "top1": value})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": step, "epoch": 0, "loss": 1.0} for step in (3, 4)]
+    assert len(said) == 1
+    assert "top1" in said[0]
+    assert [row["step"] for row in warnings_in(tmp_path)] == [3]
 
 
 def test_tensorboard_shows_the_same_values_and_none_of_those_a_resumed_run_dropped(tmp_path: Path) -> None:
