@@ -6,7 +6,8 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 from importlib import metadata
@@ -17,6 +18,7 @@ from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 
 from massl.config import explain
 from massl.evaluations.measurement import EvaluationError, Setting
+from massl.json_lines import JsonLine, in_words, parse_json_lines, set_aside
 
 RESULTS_FILE = "results.jsonl"
 
@@ -83,7 +85,7 @@ def append_rows(path: Path, rows: Sequence[ResultRow]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # two evaluations may share a file; released on close
-            end = _mend(file)
+            end = _mend(file, path)
             try:
                 _write(file, added)
             except BaseException:
@@ -93,22 +95,33 @@ def append_rows(path: Path, rows: Sequence[ResultRow]) -> None:
         raise EvaluationError(f"cannot write results to {path}: {error}; make room or name another folder") from error
 
 
-def read_rows(path: Path) -> list[ResultRow]:
-    """All rows in file order; none if there is no file. Removes half a last line, left by a crash."""
+def read_rows(path: Path, *, warn: Callable[[str], None] = warnings.warn) -> list[ResultRow]:
+    """All rows in file order; none if there is no file.
+
+    `warn` is told of lines that are no results; they stay in the file. Half a last line, left by a crash, is set aside.
+    """
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # waits for a write in progress
-            *lines, last = file.read().split(b"\n")
+            lines = parse_json_lines(file.read())
     except FileNotFoundError:
         return []
-    rows = [_parsed(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
-    if last:
-        with contextlib.suppress(EvaluationError):
-            rows.append(_parsed(last, "the last line"))
+    except OSError as error:
+        raise EvaluationError(f"cannot read the results in {path}: {error}; name another folder") from error
+    rows, damaged = [], []
+    for line in lines:
+        row = _parsed(line)
+        if isinstance(row, ResultRow):
+            rows.append(row)
+        elif line.is_ended:
+            damaged.append((line.number, f"is no result of massl ({row})"))
+    if lines and not lines[-1].is_ended:
         # suppressed: a read-only file stays as it is
         with contextlib.suppress(OSError), path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            _mend(file)
+            _mend(file, path)
+    if damaged:
+        warn(f"{in_words(path, damaged)}: left out; correct or delete it in {path}")
     return rows
 
 
@@ -123,34 +136,32 @@ def newest(rows: Iterable[ResultRow]) -> list[ResultRow]:
     return list(latest.values())
 
 
-def _parsed(line: bytes, where: str) -> ResultRow:
+def _parsed(line: JsonLine) -> ResultRow | str:
+    """The row, or why the line is none."""
+    if line.row is None:
+        return f"it {line.problem}"
+    missing = [entry.name for entry in fields(ResultRow) if entry.name not in line.row]
+    if missing:  # also fields with defaults: a row without time was not made now
+        return f"it lacks {', '.join(missing)}"
     try:
-        values = json.loads(line)
-        given = values if isinstance(values, dict) else {}
-        missing = [entry.name for entry in fields(ResultRow) if entry.name not in given]
-        if not missing:  # also checks fields with defaults: a row without time was not made now
-            return _ROW.validate_json(line)
-        problem = f"it lacks {', '.join(missing)}"
+        return _ROW.validate_json(line.content)
     except ValidationError as error:
-        problem = explain(error)
-    except ValueError:
-        problem = "it is not JSON"
-    raise EvaluationError(f"{where} is no result of massl ({problem}); correct or delete the line")
+        return explain(error)
 
 
-def _mend(file: io.FileIO) -> int:
-    """Complete the last line, or cut it off if it is no whole row. Returns the size."""
+def _mend(file: io.FileIO, path: Path) -> int:
+    """Complete the last line; if it is no whole row, move it to results.rejected.jsonl. Returns the size."""
     file.seek(0)
     content = file.read()
     end = content.rfind(b"\n") + 1
     if end < len(content):
-        try:
-            _parsed(content[end:], "the last line")
-        except EvaluationError:
-            file.truncate(end)
-        else:
+        lines = parse_json_lines(content[end:])
+        if lines and isinstance(_parsed(lines[0]), ResultRow):
             _write(file, b"\n")
             end = len(content) + 1
+        else:
+            set_aside(path, [content[end:]])
+            file.truncate(end)
     return end
 
 

@@ -2,6 +2,7 @@ import fcntl
 import json
 import math
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from massl.evaluations.measurement import EvaluationError, Setting
 from massl.evaluations.results import ResultRow, append_rows, newest, read_rows
+from massl.json_lines import rejected_file
 
 
 def result(**changes: Any) -> ResultRow:
@@ -134,8 +136,9 @@ def test_a_last_row_that_lacks_only_its_line_break_counts(tmp_path: Path) -> Non
     ("line", "problem"),
     [
         ("{'protocol'", "it is not JSON"),
-        ("3", "it lacks protocol, data"),
-        ("null", "it lacks protocol, data"),
+        ("3", "it is not a JSON object"),
+        ("null", "it is not a JSON object"),
+        ("\udcff", "it is not UTF-8"),
         ('{"protocol": "knn"}', "it lacks data, setting"),
         (
             json.dumps({key: value for key, value in as_json(result()).items() if key != "created"}),
@@ -148,13 +151,32 @@ def test_a_last_row_that_lacks_only_its_line_break_counts(tmp_path: Path) -> Non
         (json.dumps({**as_json(result()), "value": math.nan}), "the value is nan"),
     ],
 )
-def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str, problem: str) -> None:
+def test_a_bad_line_is_left_out_with_its_number_and_stays_in_the_file(tmp_path: Path, line: str, problem: str) -> None:
     path = file_with(tmp_path, result())
-    content = path.read_text() + line + "\n"
-    path.write_text(content + content)
-    with pytest.raises(EvaluationError, match=rf"results.jsonl, line 2 is no result of massl \(.*{problem}"):
-        read_rows(path)
-    assert path.read_text() == content + content
+    whole = path.read_bytes()
+    content = whole + line.encode(errors="surrogateescape") + b"\n" + whole
+    path.write_bytes(content)
+    said: list[str] = []
+    assert read_rows(path, warn=said.append) == [result(), result()]
+    assert len(said) == 1
+    assert re.search(rf"line 2 of results.jsonl is no result of massl \(.*{problem}", said[0])
+    append_rows(path, [result(metric="top5")])
+    assert path.read_bytes().startswith(content)
+
+
+def test_half_a_last_line_is_set_aside(tmp_path: Path) -> None:
+    path = file_with(tmp_path, result())
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"protocol": \xff')
+    assert read_rows(path) == [result()]
+    assert path.read_bytes() == whole
+    assert rejected_file(path).read_bytes() == b'{"protocol": \xff\n'
+
+
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").mkdir()
+    with pytest.raises(EvaluationError, match=r"cannot read the results .*another folder"):
+        read_rows(tmp_path / "results.jsonl")
 
 
 def test_empty_lines_do_no_harm(tmp_path: Path) -> None:

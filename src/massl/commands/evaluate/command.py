@@ -86,7 +86,7 @@ def run_evaluation(request: EvaluationRequest) -> EvaluateResult:
 def _run(extractor: Extractor, request: EvaluationRequest, folder: Path, console: Console) -> EvaluateResult:
     jobs, missing = jobs_of(request)
     require_writable(folder)
-    rows = read_rows(folder / RESULTS_FILE)
+    rows = read_rows(folder / RESULTS_FILE, warn=lambda message: print_line(console, message, style="yellow"))
     distributed.barrier()  # all processes have read the same rows before one adds to them
     known = set() if request.again else {row.run for row in rows}
     unreadable = UnreadableLeftOut(console)
@@ -158,7 +158,8 @@ def _run_job(
     ]
     if distributed.is_main():
         append_rows(folder / RESULTS_FILE, rows)
-        _write_table(newest(read_rows(folder / RESULTS_FILE)), folder)  # read: others may have added results
+        # Read again: others may have added results. Damaged lines were named at the start.
+        _write_table(newest(read_rows(folder / RESULTS_FILE, warn=lambda message: None)), folder)
     distributed.barrier()
     print_line(console, f"{job.title}: {len(rows)} numbers in {seconds:.1f} s", style="green")
     return run, rows

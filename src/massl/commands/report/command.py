@@ -171,10 +171,10 @@ def _results(runs: Sequence[Run], folders: Sequence[str]) -> tuple[list[ResultRo
             raise MasslError(f"--results {folder}: no {RESULTS_FILE} there; name the --output of a massl evaluate")
         files.append(file)
     rows: list[ResultRow] = []
-    remarks = []
+    remarks: list[str] = []
     for file in dict.fromkeys(path.resolve() for path in files):
         try:
-            rows += read_rows(file)
+            rows += read_rows(file, warn=remarks.append)
         except EvaluationError as error:
             remarks.append(str(error))
     return newest(rows), remarks
