@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from massl.config import flatten, read_yaml
+from massl.json_lines import JsonLine, read_json_lines
 from massl.reports.runs import PROBE_METRICS, Run, RunError, TrainingWarning
 
 _IN_EVERY_RECIPE = ("method.name", "backbone.name", "data.source", "trainer.epochs", "trainer.batch_size")
@@ -22,6 +23,8 @@ _COUNTS = ("trainer.epochs", "trainer.batch_size", "trainer.max_steps")
 _UNKNOWN_MACHINE = {"device": "unknown device", "world_size": 1}
 # Larger numbers are a sign of divergence and cannot be drawn; differences and squares of smaller ones are finite.
 _LARGEST = 1e100
+# What a page can show; massl's own runs have at most 40 metrics. The longest are in characters.
+_MOST_REMARKS, _MOST_METRICS, _MOST_WARNINGS, _LONGEST_NAME, _LONGEST_WARNING = 20, 100, 200, 80, 2000
 _MOST_STEPS, _LEAST_RATE = 1e15, 1e-6  # beyond these, minutes would be infinite
 
 
@@ -94,7 +97,7 @@ def _read_environment(file: Path, remarks: _Remarks) -> dict[str, Any]:
     for_one = "minutes are counted for one process"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         remarks.problem(f"environment.json cannot be read ({error}), so device and versions are unknown", for_one)
         return _UNKNOWN_MACHINE
     known: dict[str, Any] = values if isinstance(values, dict) else {}
@@ -109,44 +112,61 @@ def _read_environment(file: Path, remarks: _Remarks) -> dict[str, Any]:
     return known | {key: _UNKNOWN_MACHINE[key] for key in missing}
 
 
+def _lines_of(file: Path, remarks: _Remarks) -> list[JsonLine]:
+    try:
+        return read_json_lines(file)
+    except OSError as error:  # a folder, or no permission
+        remarks.problem(f"{file.name} cannot be read ({error.strerror})", "it is left out")
+        return []
+
+
 def _read_rows(file: Path, remarks: _Remarks) -> tuple[Mapping[str, float], ...]:
     """Rows by step. If several have the same step the last counts, as after a resume; strict reading refuses them."""
     if not file.exists():
         remarks.problem("metrics.jsonl is missing, so training has not begun")
         return ()
-    *lines, last = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    lines += [] if remarks.strict else [last]  # without a line end it may be half written
-    if not any(line.strip() for line in lines):
+    lines = [line for line in _lines_of(file, remarks) if line.is_ended or not remarks.strict]
+    if not lines:
         remarks.problem("metrics.jsonl is empty so far; the first row comes after the first probe")
     rows: dict[float, Mapping[str, float]] = {}
+    damaged: list[str] = []
+    names: dict[str, None] = {}  # of the metrics, in the order they appear
     unusable: Counter[str] = Counter()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for line in lines:
         try:
             row = _parsed(line)
             if remarks.strict:
                 _require_comparable(row, after=max(rows, default=-1))
         except ValueError as error:
-            if number == len(lines) and not remarks.strict:
-                remarks.append("the last line of metrics.jsonl is half written and left out")
+            if line.is_ended:
+                damaged.append(f"line {line.number} of metrics.jsonl {error}")
             else:
-                remarks.problem(f"line {number} of metrics.jsonl {error}", "it is left out")
+                remarks.append("the last line of metrics.jsonl is half written and left out")
             continue
-        numbers = {key: value for key, value in row.items() if _is_real(value)}
-        rows[row["step"]] = {key: value for key, value in numbers.items() if _is_number(value)}
-        unusable.update(_why_unusable(key, value) for key, value in numbers.items() if not _is_number(value))
-    remarks += [f"{problem} in {count:,} row{'' if count == 1 else 's'}" for problem, count in sorted(unusable.items())]
-    return tuple(rows[step] for step in sorted(rows))
+        drawn = {key: value for key, value in row.items() if _is_number(value)}
+        names |= dict.fromkeys(drawn)
+        rows[row["step"]] = drawn
+        unusable.update(_why_unusable(key, value) for key, value in row.items() if not _is_number(value))
+    for problem in damaged[:_MOST_REMARKS]:
+        remarks.problem(problem, "it is left out")
+    if len(damaged) > _MOST_REMARKS:
+        remarks.append(f"{len(damaged) - _MOST_REMARKS:,} more lines of metrics.jsonl are left out")
+    counted = [f"{problem} in {count:,} row{'' if count == 1 else 's'}" for problem, count in sorted(unusable.items())]
+    remarks += counted[:_MOST_REMARKS]
+    if len(counted) > _MOST_REMARKS:
+        remarks.append(f"{len(counted) - _MOST_REMARKS:,} more entries of rows are left out")
+    shown = set([name for name in names if len(name) <= _LONGEST_NAME][:_MOST_METRICS])
+    if len(names) > len(shown):
+        remarks.append(f"{len(names) - len(shown):,} metrics are left out: too many, or their names are too long")
+    return tuple({key: value for key, value in rows[step].items() if key in shown} for step in sorted(rows))
 
 
-def _parsed(line: str) -> dict[str, Any]:
+def _parsed(line: JsonLine) -> dict[str, Any]:
     """The entries of a row; a ValueError says why the line is not one."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"is not valid JSON ({error})") from None
-    missing = [key for key in _IN_EVERY_ROW if not isinstance(row, dict) or key not in row]
+    row = line.row
+    if row is None:
+        raise ValueError(line.problem)
+    missing = [key for key in _IN_EVERY_ROW if key not in row]
     if missing:
         raise ValueError(f"lacks {', '.join(missing)}")
     _require_numbers(row, *_IN_EVERY_ROW)
@@ -154,7 +174,7 @@ def _parsed(line: str) -> dict[str, Any]:
         raise ValueError(f"has the impossible step {row['step']} of epoch {row['epoch']}")
     if row["step"] > 0 and row["images_per_second"] < _LEAST_RATE:
         raise ValueError(f"has {row['images_per_second']} images a second, so its training time is unknown")
-    return dict(row)
+    return row
 
 
 def _require_comparable(row: Mapping[str, Any], *, after: float) -> None:
@@ -178,7 +198,10 @@ def _is_number(value: Any) -> bool:
     return _is_real(value) and abs(value) <= _LARGEST
 
 
-def _why_unusable(key: str, value: float) -> str:
+def _why_unusable(key: str, value: Any) -> str:
+    key = key if len(key) <= _LONGEST_NAME else f"{key[:_LONGEST_NAME]}..."
+    if not _is_real(value):
+        return f"{key} is not a number"
     if isinstance(value, float) and not math.isfinite(value):
         return f"{key} is not a finite number"
     return f"{key} is beyond ±{_LARGEST:g}, too large to draw,"
@@ -197,7 +220,7 @@ def _read_baseline(file: Path, remarks: _Remarks) -> tuple[float | None, int | N
         return None, None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         remarks.append(f"{file.name} is not valid JSON ({error}) and left out")
         return None, None
     known = values if isinstance(values, dict) else {}
@@ -210,20 +233,21 @@ def _read_baseline(file: Path, remarks: _Remarks) -> tuple[float | None, int | N
 
 def _read_warnings(file: Path, remarks: _Remarks) -> tuple[TrainingWarning, ...]:
     """Warnings of the training in their order, without repetitions."""
-    if not file.is_file():
+    if not file.exists():
         return ()
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    found = [_warning(line) for line in lines if line.strip()]
+    problems = _Remarks(remarks.folder, strict=False)
+    found = [_warning(line.row or {}) for line in _lines_of(file, problems)]
+    remarks += problems
     num_lost = found.count(None)
     if num_lost:
         remarks.append(f"{num_lost:,} line{'' if num_lost == 1 else 's'} of {file.name} cannot be read and left out")
-    return tuple(dict.fromkeys(warning for warning in found if warning is not None))
+    different = tuple(dict.fromkeys(warning for warning in found if warning is not None))
+    if len(different) > _MOST_WARNINGS:
+        remarks.append(f"{len(different) - _MOST_WARNINGS:,} more warnings of {file.name} are left out")
+    return different[:_MOST_WARNINGS]
 
 
-def _warning(line: str) -> TrainingWarning | None:
-    try:
-        values = json.loads(line)
-        step, text = values["step"], values["warning"]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return TrainingWarning(int(step), text) if _is_number(step) and isinstance(text, str) else None
+def _warning(values: Mapping[str, Any]) -> TrainingWarning | None:
+    step, text = values.get("step"), values.get("warning")
+    text = text[:_LONGEST_WARNING] if isinstance(text, str) else None
+    return TrainingWarning(int(step), text) if _is_number(step) and text is not None else None

@@ -226,6 +226,51 @@ def test_warnings_that_cannot_be_read_are_counted(make_run: MakeRun) -> None:
     assert run.remarks == ("3 lines of warnings.jsonl cannot be read and left out",)
 
 
+def test_entries_that_are_no_numbers_are_left_out_and_counted(make_run: MakeRun, rows: Rows) -> None:
+    changed = [{**row, "layers": {"a": 1}, "loss": "low", "ids": [1, 2], "none": None, "flag": True} for row in rows]
+    run = read_run(make_run("a", rows=changed))
+    assert [dict(row) for row in run.rows] == rows
+    assert run.remarks == tuple(f"{key} is not a number in 5 rows" for key in ("flag", "ids", "layers", "loss", "none"))
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\xfe", b"{}", b"[" * 100_000, b'{"step": 1, "epoch": 0}', b"\x00"], ids=range(5)
+)
+def test_a_damaged_line_is_left_out_and_the_later_rows_are_shown(make_run: MakeRun, line: bytes) -> None:
+    folder = make_run("a")
+    for name, first in (("metrics.jsonl", b""), ("warnings.jsonl", b'{"step": 1, "warning": "slow"}\n')):
+        whole = (folder / name).read_bytes() if not first else first
+        (folder / name).write_bytes(line + b"\n" + whole.replace(b"\n", b"\r\n"))
+    run = read_run(folder)
+    assert [row["step"] for row in run.rows] == [0, 5, 10, 15, 20]
+    assert [warning.text for warning in run.warnings] == ["slow"]
+    assert [remark.partition(":")[0].partition(" of ")[0] for remark in run.remarks] == ["line 1", "1 line"]
+
+
+def test_files_that_are_folders_are_said(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    (folder / "metrics.jsonl").unlink()
+    for name in ("metrics.jsonl", "warnings.jsonl", "baseline.json"):
+        (folder / name).mkdir()
+    run = read_run(folder)
+    assert run.rows == ()
+    assert any("metrics.jsonl cannot be read" in remark for remark in run.remarks)
+    assert any("warnings.jsonl cannot be read" in remark for remark in run.remarks)
+
+
+def test_thousands_of_metrics_and_warnings_are_cut_and_counted(make_run: MakeRun, rows: Rows) -> None:
+    folder = make_run("a", rows=[{**row, **{f"metric {number:04}": 1.0 for number in range(3000)}} for row in rows])
+    (folder / "warnings.jsonl").write_text(
+        "".join(json.dumps({"step": 1, "warning": f"{number} " + "x" * 10_000}) + "\n" for number in range(1000))
+    )
+    run = read_run(folder)
+    assert len({key for row in run.rows for key in row}) <= 100
+    assert all(key in run.rows[0] for key in rows[0])
+    assert len(run.warnings) <= 200
+    assert max(len(warning.text) for warning in run.warnings) < 3000
+    assert [remark.partition(" ")[0] for remark in run.remarks] == ["2,904", "800"]
+
+
 # ---- what comparisons need -------------------------------------------------------------------------------------------
 
 
@@ -271,9 +316,9 @@ def test_a_folder_without_one_of_its_files_is_refused(make_run: MakeRun, file: s
         ("environment.json", "[]", "environment.json lacks device, world_size"),
         ("metrics.jsonl", "", "metrics.jsonl is empty"),
         ("metrics.jsonl", '{"step": 0', "metrics.jsonl is empty"),
-        ("metrics.jsonl", '{"step": 0\n{"step": 5}\n', "line 1 .*is not valid JSON"),
+        ("metrics.jsonl", '{"step": 0\n{"step": 5}\n', "line 1 .*is not JSON"),
         ("metrics.jsonl", '{"step": 0, "epoch": 0}\n', "line 1 .*lacks images_per_second"),
-        ("metrics.jsonl", "7\n", "line 1 .*lacks step, epoch, images_per_second"),
+        ("metrics.jsonl", "7\n", "line 1 .*is not a JSON object"),
         ("metrics.jsonl", '{"step": 0, "epoch": 0, "images_per_second": 0.0}\n' * 2, "line 2 .*goes back to step 0"),
         ("metrics.jsonl", '{"step": 5, "epoch": 0, "images_per_second": 0.0}\n', "line 1 .*0.0 images a second"),
         (
