@@ -169,9 +169,10 @@ def memory_collapse_signs(metrics: Mapping[str, float], *, block_size: int) -> l
     """Signs of collapse in a probe's metrics, also for reports, which have no network."""
     signs = []
     most = math.log(block_size)
-    if metrics["loss"] > 0.995 * most:
+    # A loss at or above ln(block_size) under a teacher that does prefer rows is a student that still disagrees with it.
+    if abs(metrics["loss"] - most) < 0.005 * most and metrics["teacher_entropy"] > 0.95 * most:
         guessing = f"random guessing over a block (ln {block_size} = {most:.3f})"
-        signs.append(f"the loss {metrics['loss']:.3f} is that of {guessing}")
+        signs.append(f"the loss {metrics['loss']:.3f} is that of {guessing}, and the teacher prefers no row either")
     if metrics["teacher_entropy"] < 0.05:
         entropy = f"entropy {metrics['teacher_entropy']:.3f} nats"
         signs.append(f"the teacher puts all weight on one memory row ({entropy})")

@@ -1,6 +1,5 @@
 """Did a run learn? The verdict in words, with the numbers behind it, the next command and a page of the docs."""
 
-import math
 import shlex
 import statistics
 from collections.abc import Sequence
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from massl.reports.runs import PROBE_METRICS, KnnPoint, Run
-from massl.training.probes import general_collapse_signs
+from massl.training.probes import chance_margin, general_collapse_signs, is_learning
 
 Kind = Literal["too early", "no labels", "collapsed", "not improved", "below raw pixels", "still rising", "learnt"]
 _PAGE = "docs/troubleshooting.md"
@@ -103,15 +102,13 @@ def _without_labels(run: Run) -> Verdict:
 
 
 def _margin(run: Run) -> float:
-    """Two standard errors of an accuracy, in points: smaller differences may be chance.
+    """Differences of accuracy below this, in points, may be chance."""
+    return chance_margin(run.last.knn_top1, num_queries=_num_queries(run))
 
-    The queries are the same in all probes. If about half of what one gets right is shared (a correlation of 0.5), the
-    difference of two accuracies has the standard error of one.
-    """
+
+def _num_queries(run: Run) -> int:
     most = run.settings.get("probes.max_queries")
-    num_queries = run.num_queries or (most if isinstance(most, int) and most > 0 else _DEFAULT_QUERIES)
-    share = min(0.95, max(0.05, run.last.knn_top1 / 100))  # at 0 or 100 % the formula would claim certainty
-    return 200 * math.sqrt(share * (1 - share) / num_queries)
+    return run.num_queries or (most if isinstance(most, int) and most > 0 else _DEFAULT_QUERIES)
 
 
 def _is_rising(run: Run) -> bool:
@@ -137,6 +134,8 @@ def _recent(probes: Sequence[KnnPoint]) -> Sequence[KnnPoint]:
 def _collapse_signs(run: Run) -> list[str]:
     """Signs at the last probe: those of any method, and the method's own, which training wrote as warnings."""
     last = next(row for row in reversed(run.rows) if _PROBED & row.keys())
+    if is_learning(run.rows, num_queries=_num_queries(run)):
+        return []
     known = general_collapse_signs(dict(last)) if "effective_rank" in last else []
     own = [warning.text for warning in run.warnings if warning.step == last["step"] and _COLLAPSED in warning.text]
     known += [text.removesuffix(_SEE).removeprefix(_COLLAPSED) for text in own]

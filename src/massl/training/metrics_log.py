@@ -30,7 +30,8 @@ class MetricsLog:
         self.path = folder / "metrics.jsonl"
         self._warnings = folder / "warnings.jsonl"  # created by the first warning
         self._show = warn
-        _keep_rows(self.path, up_to=resume_step, warn=warn)
+        kept = _keep_rows(self.path, up_to=resume_step, warn=warn)
+        self.probed = [row for row in kept if "effective_rank" in row]  # rows of earlier probes
         if self._warnings.exists():
             _keep_rows(self._warnings, up_to=resume_step, warn=warn)
         self._written = [row.get("warning") for row in read_metrics(self._warnings)]
@@ -68,7 +69,7 @@ class MetricsLog:
         self._tensorboard.close()
 
 
-def _keep_rows(path: Path, *, up_to: int | None, warn: Callable[[str], None]) -> None:
+def _keep_rows(path: Path, *, up_to: int | None, warn: Callable[[str], None]) -> list[dict[str, Any]]:
     """Keep only rows of steps up to `up_to`, byte for byte; None keeps no row. Damaged rows are set aside."""
     limit = -math.inf if up_to is None else up_to
     lines = read_json_lines(path)
@@ -85,6 +86,7 @@ def _keep_rows(path: Path, *, up_to: int | None, warn: Callable[[str], None]) ->
         named = in_words(path, [(line.number, problems[line.number]) for line in damaged])
         warn(f"{named}: kept aside in {rejected_file(path)}; all other rows are kept")
     write_atomically(path, b"".join(line.content + b"\n" for line in kept))
+    return [line.row for line in kept if line.row is not None]
 
 
 def _step(line: JsonLine) -> float:

@@ -1,6 +1,7 @@
 """Probes: is it learning? k-NN accuracy and health metrics of the teacher during training."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -219,12 +220,36 @@ class Probe:
         return all_features[:num_images], all_labels[:num_images]
 
 
-def warnings_of(method: Method, metrics: dict[str, float]) -> list[str]:
-    """Sentences that warn the user if a probe's metrics show a problem."""
+def warnings_of(
+    method: Method, metrics: dict[str, float], *, before: Sequence[Mapping[str, float]] = (), num_queries: int = 1
+) -> list[str]:
+    """Sentences that warn the user if a probe's metrics show a problem; `before`: the rows of earlier probes."""
     collapsed = [*general_collapse_signs(metrics), *method.collapse_signs(metrics)]
+    if is_learning([*before, metrics], num_queries=num_queries):
+        collapsed = []
     found = [f"training may have collapsed: {sign}" for sign in collapsed]
     found += [f"training may hardly progress: {sign}" for sign in method.slow_signs(metrics)]
     return [f"{warning}. See docs/troubleshooting.md." for warning in found]
+
+
+def is_learning(rows: Sequence[Mapping[str, float]], *, num_queries: int) -> bool:
+    """Whether k-NN is above that of random weights and has not fallen since, by more than chance: no collapse."""
+    accuracies = [row["knn_top1"] for row in rows if isinstance(row.get("knn_top1"), int | float)]
+    if len(accuracies) < 2 or "knn_top1" not in rows[-1]:
+        return False
+    first, *_, last = accuracies
+    margin = chance_margin(last, num_queries=num_queries)
+    return last - first > margin and max(accuracies) - last <= margin
+
+
+def chance_margin(accuracy: float, *, num_queries: int) -> float:
+    """Two standard errors of an accuracy, in points: smaller differences may be chance.
+
+    The queries are the same in all probes. If about half of what one gets right is shared (a correlation of 0.5), the
+    difference of two accuracies has the standard error of one.
+    """
+    share = min(0.95, max(0.05, accuracy / 100))  # at 0 or 100 % the formula would claim certainty
+    return 200 * math.sqrt(share * (1 - share) / num_queries)
 
 
 def general_collapse_signs(metrics: dict[str, float]) -> list[str]:

@@ -51,10 +51,12 @@ class RowLog:
             self.unprobed = row
             row = row | self._measure(self._probe, int(row["step"]), hyper, between_batches)
             self.unprobed = None
-            if row["step"] > self._settling_steps:
-                self._warn(row)
+            if self._file is not None and row["step"] > self._settling_steps:
+                self._warn(self._file, row, num_queries=self._probe.num_queries)
         if self._file is not None:
             self._file.write(row)
+            if "effective_rank" in row:
+                self._file.probed.append(row)
         self._display.log(row)
 
     def _measure(
@@ -71,8 +73,7 @@ class RowLog:
                 f"the features after step {step} are not finite", step=step, indices=self._watch.last_indices
             ) from None
 
-    def _warn(self, row: dict[str, float]) -> None:
-        for warning in warnings_of(self._method, row):
+    def _warn(self, file: MetricsLog, row: dict[str, float], *, num_queries: int) -> None:
+        for warning in warnings_of(self._method, row, before=file.probed, num_queries=num_queries):
             self._display.warn(warning)
-            if self._file is not None:
-                self._file.warn(int(row["step"]), warning)
+            file.warn(int(row["step"]), warning)

@@ -126,15 +126,17 @@ def test_a_better_probe_in_the_middle_is_named(judge: Judge) -> None:
     assert "60.0 % at epoch 2" in words(judge([20, 40, 60, 50, 50, 50]))
 
 
-def test_collapse_comes_before_all_else(judge: Judge) -> None:
-    found = judge([20, 40, 50], effective_rank=1.2)
+def test_collapse_comes_before_all_else_but_a_rise(judge: Judge) -> None:
+    found = judge([20, 40, 21], effective_rank=1.2)
     assert found.kind == "collapsed"
     assert "effective rank 1.20" in words(found)
-    assert "50.0 %" in words(found)
-    own = judge([20, 40, 50], warning="training may have collapsed: all rows look alike. See docs/troubleshooting.md.")
+    assert "21.0 %" in words(found)
+    warning = "training may have collapsed: all rows look alike. See docs/troubleshooting.md."
+    own = judge([20, 40, 21], warning=warning)
     assert own.kind == "collapsed"
     assert own.reasons[0] == "All rows look alike."
     assert judge([20, 40, 50], warning="training may hardly progress: slow.").kind == "learnt"
+    assert judge([20, 40, 50], effective_rank=1.2, warning=warning).kind == "learnt"
 
 
 def test_without_labels_the_verdict_says_that_accuracy_is_unknown(judge: Judge) -> None:

@@ -13,6 +13,7 @@ from massl.data.sources import ImageSource, open_source
 from massl.data.sources.array import ArraySource
 from massl.data.views import ViewBatch, ViewSettings
 from massl.methods.base import Method, StepHyper, StepOutput
+from massl.methods.massl import memory_collapse_signs
 from massl.nn.backbone import Backbone
 from massl.ops.scoring.neighbours import knn_accuracy, knn_accuracy_among_others
 from massl.training.probes import Probe, ProbeSettings, general_collapse_signs, warnings_of
@@ -266,3 +267,36 @@ def test_warnings_tell_a_slow_run_from_a_collapsed_one() -> None:
         "training may have collapsed: one vector. See docs/troubleshooting.md.",
         slow,
     ]
+
+
+def test_a_loss_above_guessing_is_no_collapse_while_the_teacher_prefers_rows() -> None:
+    """Two epochs of 231 photographs in batches of 32: the student disagrees with a sharp teacher."""
+    young = {"loss": 3.148, "teacher_entropy": 0.659, "embedding_spread": 0.881}
+    assert memory_collapse_signs(young, block_size=16) == []
+    assert memory_collapse_signs(young | {"loss": 2.77}, block_size=16) == []
+    contracted = {"loss": 2.0792, "teacher_entropy": 2.0791, "embedding_spread": 0.0319}
+    (sign,) = memory_collapse_signs(contracted, block_size=8)
+    assert "ln 8 = 2.079" in sign
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "num_queries", "warned"),
+    [
+        ([30.0, 45.0], 1000, False),  # rises
+        ([30.0, 45.0], 10, True),  # might be chance
+        ([30.0, 31.0], 1000, True),
+        ([30.0, 60.0, 45.0], 1000, True),  # collapsed after it had learnt
+        ([60.0, 30.0, 45.0], 1000, True),  # below random weights
+        ([45.0], 1000, True),
+    ],
+)
+def test_no_collapse_is_claimed_while_accuracy_rises(accuracies: list[float], num_queries: int, warned: bool) -> None:
+    *before, last = [{"effective_rank": 1.2, "spread": 0.0, "knn_top1": accuracy} for accuracy in accuracies]
+    found = warnings_of(Sluggish(), last, before=before, num_queries=num_queries)
+    assert any("may have collapsed" in warning for warning in found) is warned
+    assert any("may hardly progress" in warning for warning in found)
+
+
+def test_without_labels_every_sign_counts() -> None:
+    row = {"effective_rank": 1.2}
+    assert len(warnings_of(Still(), row, before=[row], num_queries=1000)) == 1
