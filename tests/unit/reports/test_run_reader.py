@@ -239,7 +239,7 @@ def test_entries_that_are_no_numbers_are_left_out_and_counted(make_run: MakeRun,
 def test_a_damaged_line_is_left_out_and_the_later_rows_are_shown(make_run: MakeRun, line: bytes) -> None:
     folder = make_run("a")
     for name, first in (("metrics.jsonl", b""), ("warnings.jsonl", b'{"step": 1, "warning": "slow"}\n')):
-        whole = (folder / name).read_bytes() if not first else first
+        whole = first or (folder / name).read_bytes()
         (folder / name).write_bytes(line + b"\n" + whole.replace(b"\n", b"\r\n"))
     run = read_run(folder)
     assert [row["step"] for row in run.rows] == [0, 5, 10, 15, 20]
