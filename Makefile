@@ -1,6 +1,6 @@
 # make demo        pre-train on bundled images on the CPU and show that it learns, on a page to open in a browser
 # make test        lint, types, architecture and all quick tests: below five minutes on two cores
-# make test-slow   the long tests: learning runs, ten kills, whole suite, documentation site, browser, benchmarks
+# make test-slow   the long tests: learning runs, more faults, whole suite, documentation site, browser, benchmarks
 # make test-gpu    the tests that need a GPU, by the Python given: make test-gpu PYTHON=python3 (installs nothing)
 # make reliability 10,000 cases of every fault class (CASES=300 KILLS=5: a short look), into docs/reliability.md
 # make lint        ruff and mypy
@@ -53,7 +53,7 @@ test-gpu:
 CASES ?= 10000
 KILLS ?= 100
 reliability: $(STAMP)
-	$(BIN)/python -m tests.reliability --cases $(CASES) --kills $(KILLS)
+	$(BIN)/python -m tests.reliability --table --cases $(CASES) --kills $(KILLS)
 
 docs: $(STAMP)
 	$(BIN)/python -m mkdocs build --strict

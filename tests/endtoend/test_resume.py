@@ -1,9 +1,11 @@
-"""A run that is stopped anywhere and started again ends bit for bit as if it had never been stopped."""
+"""A run that is stopped and started again ends bit for bit as if it had never been stopped.
+
+Kills at any moment: tests/faults/kills.py.
+"""
 
 import os
 import random
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,81 +34,15 @@ def command(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 @pytest.fixture(scope="module")
 def uninterrupted(command: Any, server: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("uninterrupted") / "run"
-    answer = server.run(*command(run), count_events=[str(run.parent / "num_events")])
+    answer = server.run(*command(run))
     assert answer.status == 0, answer.text
     assert "ResourceWarning" not in answer.text
     return run
 
 
-@pytest.mark.slow
-def test_run_killed_ten_times_at_random_moments_ends_bit_for_bit_as_one_never_killed(
-    command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path
-) -> None:
-    num_events = int((uninterrupted.parent / "num_events").read_text())
-    generator = random.Random(2024)
-    num_kills, num_runs = 0, 0
-    while num_kills < 10:  # a run may get to its end before ten kills have hit it: then another one takes the rest
-        run = tmp_path / f"run{num_runs}"
-        num_runs += 1
-        finished = False
-        while not finished:
-            if num_kills >= 10:
-                answer = server.run(*command(run))
-            elif num_kills % 2:  # by the test, whatever the process is doing
-                process = server.start(*command(run))
-                wanted = generator.randrange(NUM_STEPS // 2)
-                process.wait_until(lambda run=run, wanted=wanted: len(_lines(run)) > wanted)
-                time.sleep(generator.uniform(0, 0.05))
-                if process.poll() is None:
-                    os.kill(process.pid, signal.SIGKILL)
-                answer = process.wait()
-            else:  # at a call drawn from all calls of the run, start-up and checkpoints too
-                answer = server.run(*command(run), kill_at_event=[generator.randrange(num_events * 2 // 3)])
-            assert answer.status in (0, -signal.SIGKILL), answer.text
-            num_kills += answer.status != 0
-            finished = answer.status == 0
-        runs.assert_bitwise_equal(run, uninterrupted)
-
-
 def _lines(run: Path) -> list[str]:
     path = run / "metrics.jsonl"
     return path.read_text().splitlines() if path.exists() else []
-
-
-@pytest.mark.parametrize(
-    "hooks",
-    [
-        pytest.param({"kill_at_call": ["os:fsync", 1, "after"]}, id="while the recipe is written"),
-        pytest.param(
-            {"kill_at_call": ["massl.training.optimizers:clip_each_gradient", 2, "after"]},
-            id="before the first checkpoint",
-        ),
-        pytest.param({"kill_in_half_a_checkpoint": [1]}, id="while the first checkpoint is written"),
-        pytest.param({"kill_in_half_a_checkpoint": [3]}, id="while a checkpoint is written"),
-        pytest.param(
-            {"kill_at_call": ["massl.training.checkpoint:CheckpointStore.save", 6, "after"]},
-            id="before the last backbone",
-        ),
-        pytest.param(
-            {"kill_at_call": ["massl.training.checkpoint:CheckpointStore.path", 4, "after"]},
-            id="while old ones are dropped",
-        ),
-        pytest.param({"kill_at_call": ["massl.training.probes:knn_accuracy", 2, "before"]}, id="in a probe"),
-        pytest.param({"kill_in_half_a_metrics_line": [8]}, id="while metrics are written"),
-        pytest.param(
-            {"kill_at_call": ["massl.nn.memory:MemoryBank.enqueue", 10, "before"]}, id="between weights and memory"
-        ),
-    ],
-)
-def test_kill_at_the_worst_moment_changes_nothing(
-    hooks: dict[str, list[Any]], command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    assert server.run(*command(run), **hooks).status == -signal.SIGKILL
-    answer = server.run(*command(run))
-    assert answer.status == 0, answer.text
-    runs.assert_bitwise_equal(run, uninterrupted)
-    assert not list(run.rglob("*.partial"))
 
 
 def test_checkpoint_damaged_on_the_disk_is_named_and_the_one_before_it_taken(

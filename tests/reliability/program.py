@@ -21,7 +21,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=10_000, help="of each class that starts no process")
     parser.add_argument("--kills", type=int, default=100, help="cases of each class that starts processes")
     parser.add_argument("--only", action="append", metavar="NAME", help="this class; may be given several times")
-    parser.add_argument("--case", type=int, metavar="N", help="this case alone, with its traceback; no table")
+    parser.add_argument("--case", type=int, metavar="N", help="this case alone, with its traceback")
+    parser.add_argument("--table", action="store_true", help="keep the rows and write the table of docs/reliability.md")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--list", action="store_true", help="name the classes")
     return parser.parse_args(arguments)
@@ -68,7 +69,8 @@ def _many_cases(found: FaultClass, given: argparse.Namespace, classes: Sequence[
         print(f"  {failed.verdict}: {detail}\n    {found.command_of(failed.number)}", flush=True)
     with _FAILURES.open("a") as file:
         file.writelines(json.dumps({"class": found.name} | asdict(failed)) + "\n" for failed in row.failed)
-    table.keep_row(row, classes)
+    if given.table:
+        table.keep_row(row, classes)
     return row.cases - row.survived
 
 
