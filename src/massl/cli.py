@@ -3,8 +3,12 @@
 import sys
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+
+from massl.failures import ToldElsewhere, is_lost_connection, tell, tell_lost_connection
+from massl.interrupts import Interrupts
 
 # command -> (summary, module with `main(arguments) -> exit status`)
 COMMANDS = {
@@ -59,30 +63,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"massl: no command {given[0]!r}.{closest(given[0], COMMANDS)}\n\n{usage()}", file=sys.stderr)
         return 2
+    interrupts = Interrupts()
+    interrupts.__enter__()
     try:
-        return _run(*given)
+        return _run(interrupts, *given)
     except KeyboardInterrupt:
-        print("massl: interrupted; what was saved so far is intact", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be gone
+            print("massl: interrupted; what was saved so far is intact", file=sys.stderr)
         return 130
+    finally:
+        # A command of its own stays so to its very end: Python waits for threads, which may be stuck.
+        if arguments is not None:
+            interrupts.__exit__(None, None, None)
 
 
-def _run(command: str, *arguments: str) -> int:
+def _run(interrupts: Interrupts, command: str, *arguments: str) -> int:
     # Not at the top of the file: they take longer than `massl --help` should.
     from pydantic import ValidationError
     from safetensors import SafetensorError
 
     from massl.config import MasslError, UsageError, explain
 
-    module = "massl.commands.completion" if command == "--completion" else COMMANDS[command][1]
+    module = import_module("massl.commands.completion" if command == "--completion" else COMMANDS[command][1])
+    interrupts.started()
     try:
-        status: int = import_module(module).main(arguments)
+        status: int = module.main(arguments)
         return status
     except ValidationError as error:
-        print(f"massl: error: {explain(error)}", file=sys.stderr)
+        tell(f"massl: error: {explain(error)}")
         return 2
     except MasslError as error:
-        print(f"massl: error: {error}", file=sys.stderr)
+        tell(f"massl: error: {error}", is_told_elsewhere=isinstance(error, ToldElsewhere))
         return 2 if isinstance(error, UsageError) else 1
     except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full while safetensors writes
-        print(f"massl: error: {error}. What was saved so far is intact; the same command continues.", file=sys.stderr)
+        tell(f"massl: error: {error}. What was saved so far is intact; the same command continues.")
+        return 1
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        tell_lost_connection(error)
         return 1

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -125,11 +126,29 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 def largest_over_ranks(number: int, device: torch.device) -> int:
     """The largest number over ranks, so that all ranks act at the same step."""
-    if world_size() == 1:
-        return number
-    largest = torch.tensor(number, device=device)
+    return number if world_size() == 1 else start_largest((number,), device)()[0]
+
+
+def start_largest(numbers: Sequence[int], device: torch.device) -> Callable[[], list[int]]:
+    """Begin to exchange numbers; the function that is returned waits for the largest of each over ranks.
+
+    On a GPU it waits for the work queued before, not for what is queued between the two calls.
+    """
+    largest = torch.zeros(len(numbers), dtype=torch.int64, device=device)
+    for position, number in enumerate(numbers):
+        largest[position].fill_(number)  # a launch argument; copying a list there would wait for the GPU
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest)
+    on_host, copied = largest.to("cpu", non_blocking=True), None
+    if device.type == "cuda":
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record()
+
+    def wait() -> list[int]:
+        if copied is not None:
+            copied.synchronize()
+        return [int(number) for number in on_host]
+
+    return wait
 
 
 def data_parallel(module: nn.Module, device: torch.device) -> nn.Module:

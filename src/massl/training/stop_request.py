@@ -1,33 +1,56 @@
-"""Ctrl-C and SIGTERM make the training loop stop soon, save and exit; a second signal kills it at once."""
+"""A signal makes the training loop stop soon, save and exit; a second one ends it at once.
+
+SIGINT (Ctrl-C), SIGTERM (a queue), SIGHUP (a closed terminal) and SIGUSR1 (Slurm, some time before it ends a job) all
+mean the same. SIGHUP and SIGUSR1 are left alone where they are ignored (nohup) or have a handler already.
+"""
 
 import os
 import signal
-from collections.abc import Callable
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+import torch
+
+from massl import distributed
+from massl.interrupts import SAME_SIGNAL_SECONDS, STOP_SIGNALS
+
+_UNLESS_TAKEN = (signal.SIGHUP, signal.SIGUSR1)
+_EXCHANGE_SECONDS = 1.0  # between two exchanges of ranks, about
+# Calls between two exchanges of ranks at most: if steps suddenly take much longer, so many of them pass unasked.
+_MOST_CALLS = 8
 
 
 class StepAbandoned(Exception):
     """A signal arrived between the parts of a step; nothing of the step may remain."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, signal_number: int) -> None:
         super().__init__(step)
         self.step = step  # which is also the number of updates done before it
+        self.signal_number = signal_number
 
 
 class StopRequest:
     """While active, stores the first signal instead of exiting, and acknowledges it at once."""
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    SIGNALS = STOP_SIGNALS
 
-    def __init__(self, acknowledge: Callable[[], None]) -> None:
+    def __init__(self, acknowledge: Callable[[], None], *, device: torch.device | str = "cpu") -> None:
         self.received: signal.Signals | None = None
+        self._received_at = 0.0
         self._acknowledge = acknowledge
         self._previous: dict[signal.Signals, Any] = {}
+        self._waiting_step: int | None = None
+        self._ranks = _Exchange(torch.device(device))
 
     def __enter__(self) -> Self:
         try:
-            self._previous = {number: signal.signal(number, self._remember) for number in self.SIGNALS}
+            for number in self.SIGNALS:
+                if number not in _UNLESS_TAKEN or signal.getsignal(number) == signal.SIG_DFL:
+                    self._previous[number] = signal.signal(number, self._remember)
         except ValueError:  # not the main thread, where signals arrive
             self._previous = {}
         return self
@@ -37,15 +60,93 @@ class StopRequest:
     ) -> None:
         self._restore()
 
+    def agreed(self, *, now: bool = False) -> int:
+        """The signal to stop for, 0 if there is none: the same on all ranks, which must call this equally often.
+
+        Ranks exchange what they received about once a second; with `now` in this call, for work that takes seconds.
+        """
+        received = int(self.received or 0)
+        return received if distributed.world_size() == 1 else self._ranks.largest(received, now=now)
+
+    def abandon_if_agreed(self, step: int, *, now: bool = False) -> None:
+        """Raise StepAbandoned if a signal was agreed on."""
+        if number := self.agreed(now=now):
+            raise StepAbandoned(step, number)
+
+    @contextmanager
+    def waiting_for_images(self, step: int) -> Iterator[None]:
+        """Inside, a signal abandons the step at once: a read may never return. Several ranks cannot do that alone."""
+        if distributed.world_size() == 1:
+            self._waiting_step = step
+            self.abandon_if_agreed(step)
+        try:
+            yield
+        finally:
+            self._waiting_step = None
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        self._restore()
+        if self.received is not None:
+            if time.monotonic() - self._received_at > SAME_SIGNAL_SECONDS:
+                self._restore()
+                signal.raise_signal(number)  # to the handler of before: KeyboardInterrupt, or the end
+            return
+        self.received, self._received_at = signal.Signals(number), time.monotonic()
         try:
             self._acknowledge()
         except RuntimeError:  # Python refuses to print while the main thread is inside a write to the same stream
             os.write(2, b"stopping\n")
+        except OSError:  # the terminal is gone: from now on nothing is printed, and nothing fails for it
+            _silence()
+        if self._waiting_step is not None:
+            raise StepAbandoned(self._waiting_step, number)
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
+
+
+class _Exchange:
+    """Ranks find out together what the largest number of any of them is.
+
+    All ranks call `largest` equally often, and exchange numbers in the same calls: how many calls pass until the next
+    exchange follows from the slowest call of any rank, which they exchange too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._interval = self._calls_left = 1
+        self._slowest_seconds, self._called_at = 0.0, time.perf_counter()
+        self._result: Callable[[], list[int]] | None = None  # of an exchange that is under way
+
+    def largest(self, number: int, *, now: bool) -> int:
+        """The largest number as of the last exchange; 0 in calls that learn nothing new."""
+        clock = time.perf_counter()
+        self._slowest_seconds = max(self._slowest_seconds, clock - self._called_at)
+        self._called_at = clock
+        if self._result is None or now:
+            self._calls_left -= 1
+            if self._calls_left > 0 and not now:
+                return 0
+            slowest_milliseconds = int(self._slowest_seconds * 1000)
+            self._result = distributed.start_largest((number, slowest_milliseconds), self._device)
+            self._slowest_seconds = 0.0
+            # The GPU works on this step until the host has queued the next one: waiting for it now would leave it idle.
+            # Steps of seconds can afford that.
+            if self._device.type == "cuda" and self._interval > 1 and not now:
+                return 0
+        largest, slowest_milliseconds = self._result()
+        self._result = None
+        calls = int(_EXCHANGE_SECONDS * 1000) // max(1, slowest_milliseconds)
+        self._interval = self._calls_left = min(max(1, calls), _MOST_CALLS)
+        return largest
+
+
+def _silence() -> None:
+    """Send standard error nowhere, and standard output too where it was the same terminal."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    with suppress(OSError):
+        if stat.S_ISCHR(os.fstat(1).st_mode) and not os.isatty(1):  # as a terminal is once it is gone
+            os.dup2(nowhere, 1)
+    os.close(nowhere)

@@ -100,7 +100,7 @@ class Trainer:
             display=self.display,
             settling_steps=max(schedules.steps_per_epoch, schedules.num_steps // 10),
         )
-        self.stop = StopRequest(self._acknowledge)
+        self.stop = StopRequest(self._acknowledge, device=device)
 
     def fit(self, *, cautions: Sequence[str] = ()) -> FitResult:
         """Train from the newest checkpoint, or from the start, to the end of the run or a signal.
@@ -116,12 +116,10 @@ class Trainer:
             self.rows.open(self.folder.path, resume_step=start_step, cautions=cautions)
         try:
             with self.stop, self.display:
-                return self._loop(start_step)
-        except StepAbandoned as abandoned:
-            step = abandoned.step
-            if step and step not in self.store.steps():  # before the first update there is nothing to save
-                self.save(step)
-            return FitResult(step=step, finished=False, signal_number=self.stop.received)
+                try:
+                    return self._loop(start_step)
+                except StepAbandoned as abandoned:
+                    return self._after_abandoned(abandoned)
         except NonFiniteLoss as error:
             raise self._explain(error) from error
         finally:
@@ -139,15 +137,14 @@ class Trainer:
         clock, logged_step = time.perf_counter(), start_step
         for step in range(start_step, self.end_step):
             hyper = self.schedules.at(step)
-            output = self._update(self.loader.at(step), hyper)
+            with self.stop.waiting_for_images(step):
+                images = self.loader.at(step)
+            output = self._update(images, hyper)
             done = step + 1
             self.display.advance(done, loss=self.watch.last_loss)
             should_probe, should_save = self._is_probe_step(done), self._is_checkpoint_step(done)
             should_log = should_probe or done % self.settings.log_every_steps == 0 or done == self.end_step
-            # Several ranks agree on stopping only where they synchronise anyway; one process can stop at every step.
-            signal_number = 0
-            if distributed.world_size() == 1 or should_log:
-                signal_number = distributed.largest_over_ranks(self.stop.received or 0, self.device)
+            signal_number = self.stop.agreed()
             if should_log:
                 seconds, num_images = time.perf_counter() - clock, (done - logged_step) * self.settings.batch_size
                 self._log(output, hyper, done, images_per_second=num_images / seconds, probe=should_probe)
@@ -158,20 +155,23 @@ class Trainer:
                 return FitResult(step=done, finished=done == self.end_step, signal_number=signal_number)
         return FitResult(step=self.end_step, finished=True, signal_number=None)
 
+    def _after_abandoned(self, abandoned: StepAbandoned) -> FitResult:
+        step = abandoned.step
+        is_saved = distributed.gather_objects(step in self.store.steps())[0]  # as the writing process sees it
+        if step and not is_saved:  # before the first update there is nothing to save
+            self.save(step)
+        return FitResult(step=step, finished=False, signal_number=abandoned.signal_number)
+
     def _acknowledge(self) -> None:
         """Answer a signal; called by its handler, between two instructions of the loop."""
         if distributed.world_size() > 1:
-            when = f"at the next multiple of {self.settings.log_every_steps} steps, where all processes agree"
+            when = "as soon as all processes know"
         elif self.rows.unprobed is not None:
             when = "after this batch of the probe"
         else:
             in_parts = self.device.type == "cpu" and self.settings.accumulation_steps > 1
             when = "after this part of the step" if in_parts else "after this step"
         self.display.say(f"stopping {when}; press Ctrl-C again to stop now", style="yellow")
-
-    def _abandon_if_asked(self, step: int) -> None:
-        if self.stop.received and distributed.world_size() == 1:  # several ranks stop only where they agree
-            raise StepAbandoned(step)
 
     def _update(self, images: ImageBatch, hyper: StepHyper) -> StepOutput:
         num_parts = self.settings.accumulation_steps
@@ -195,7 +195,7 @@ class Trainer:
         for part in range(num_parts):
             if self.device.type == "cpu":  # where a part can take minutes: show it, and stop here if asked
                 if part:
-                    self._abandon_if_asked(int(hyper.step))
+                    self.stop.abandon_if_agreed(int(hyper.step))
                 self.display.advance(int(hyper.step) + part / num_parts, loss=self.watch.last_loss)
             yield self._make_views(images.slice(part * size, (part + 1) * size), epoch=hyper.epoch)
 
@@ -221,12 +221,13 @@ class Trainer:
         """Log step 0: the loss of the first batch and a probe, both before any training."""
         hyper = self.schedules.at(0)
         with self.display.busy("first batch, before training"), torch.no_grad():
-            images = self.loader.at(0)
+            with self.stop.waiting_for_images(0):
+                images = self.loader.at(0)
             with torch.compiler.set_stance("force_eager"):
                 output = combine([self.step.forward(views, hyper) for views in self._view_parts(images, hyper)])
         self.watch.push(0, output.loss, images.indices)
         self._log(output, hyper, 0, images_per_second=0.0, probe=True)
-        self._abandon_if_asked(0)
+        self.stop.abandon_if_agreed(0, now=True)
 
     def _log(self, output: StepOutput, hyper: StepHyper, done: int, *, images_per_second: float, probe: bool) -> None:
         self.watch.flush()
@@ -245,7 +246,7 @@ class Trainer:
 
     def _write_row(self, row: dict[str, float], hyper: StepHyper, *, probe: bool) -> None:
         done = int(row["step"])
-        self.rows.write(row, hyper, probe=probe, between_batches=lambda: self._abandon_if_asked(done))
+        self.rows.write(row, hyper, probe=probe, between_batches=lambda: self.stop.abandon_if_agreed(done, now=True))
 
     def _peak_memory(self) -> dict[str, float]:
         if self.device.type != "cuda":

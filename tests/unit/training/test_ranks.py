@@ -1,9 +1,12 @@
 import pytest
+import torch
 
 from massl import distributed
 from massl.commands.recipe import load_recipe
 from massl.config import MasslError, RecipeError
 from massl.data.identity import DataIdentity
+from massl.failures import ToldElsewhere
+from massl.training import ranks
 from massl.training.ranks import OtherRankStopped, require_equal_ranks, stop_together
 
 
@@ -61,3 +64,24 @@ def test_ranks_of_other_recipes_are_refused_and_the_values_named(monkeypatch: py
     see(monkeypatch, *exchanged(monkeypatch, images(), trainer__max_steps=5))
     with pytest.raises(RecipeError, match=r"trainer\.max_steps is None on rank 0, 5 on rank 1"):
         require_equal_ranks(load_recipe("demo"), images())
+
+
+def test_ranks_of_other_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    (_, values, seen), _ = exchanged(monkeypatch, images())
+    see(monkeypatch, ("massl of digest 1234", values, seen), None)
+    with pytest.raises(MasslError, match=r"rank 1 runs massl of digest 1234"):
+        require_equal_ranks(load_recipe("demo"), images())
+
+
+def test_the_code_is_known_by_its_text() -> None:
+    assert ranks._code() == ranks._code()
+    assert torch.__version__ in ranks._code()
+
+
+def test_what_all_ranks_find_is_told_by_the_first_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    see(monkeypatch, "images differ")
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setattr(distributed, "gather_objects", lambda value: ["images differ", value])
+    with pytest.raises(OtherRankStopped, match="images differ") as caught, stop_together():
+        raise RecipeError("images differ")
+    assert isinstance(caught.value, ToldElsewhere)

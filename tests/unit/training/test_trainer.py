@@ -1,6 +1,6 @@
 import json
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -301,23 +301,16 @@ def test_rows_of_a_run_stopped_in_a_probe_are_those_of_a_straight_run(
     assert rows_without_timing(tmp_path / "stopped") == rows_without_timing(tmp_path / "straight")
 
 
-def test_several_processes_finish_the_probe_before_they_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_leave_a_probe_when_one_of_them_received_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = trainer(tmp_path)
-    run.stop.received = signal.SIGINT
-    with pytest.raises(StepAbandoned):
-        run._write_row({"step": 3.0}, run.schedules.at(2), probe=True)
-    run.rows.unprobed = None
-    measured: list[None] = []
-
-    def measure(method: MaSSL, hyper: StepHyper, *, between_batches: Callable[[], None]) -> dict[str, float]:
-        measured.append(between_batches())
-        return {"effective_rank": 5.0}
-
-    assert run.probe is not None
-    monkeypatch.setattr(run.probe, "measure", measure)
     monkeypatch.setattr(distributed, "world_size", lambda: 2)
-    run._write_row({"step": 3, "loss": 1.0, "images_per_second": 0.0}, run.schedules.at(2), probe=True)
-    assert len(measured) == 1
+    monkeypatch.setattr(distributed, "start_largest", lambda numbers, device: lambda: [signal.SIGTERM, 0])
+    with pytest.raises(StepAbandoned) as raised:
+        run._write_row({"step": 3.0}, run.schedules.at(2), probe=True)
+    assert (raised.value.step, raised.value.signal_number) == (3, signal.SIGTERM)
+    assert run.stop.received is None  # it was another one
 
 
 def test_every_step_and_part_is_shown_not_only_logged_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
