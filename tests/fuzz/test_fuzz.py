@@ -1,7 +1,5 @@
 """A share of each class's cases; `make reliability` runs them all (tests/reliability/README.md)."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.reliability.frame import FaultClass, all_classes, assert_survived
@@ -10,11 +8,11 @@ classes = pytest.mark.parametrize("found", all_classes("fuzz"), ids=lambda found
 
 
 @classes
-def test_first_cases_are_survived(found: FaultClass, tmp_path: Path) -> None:
-    assert_survived(found, found.quick, tmp_path)
+def test_first_cases_are_survived(found: FaultClass) -> None:
+    assert_survived(found, found.quick)
 
 
 @pytest.mark.slow
 @classes
-def test_more_cases_are_survived(found: FaultClass, tmp_path: Path) -> None:
-    assert_survived(found, found.more, tmp_path)
+def test_more_cases_are_survived(found: FaultClass) -> None:
+    assert_survived(found, found.more)

@@ -7,6 +7,7 @@ process does: threads joined, exit functions called.
 
 import atexit
 import contextlib
+import errno
 import functools
 import importlib
 import json
@@ -69,15 +70,25 @@ def kill_at_event(num_events: int) -> None:
     sys.setprofile(count_down)
 
 
-def kill_at_call(target: str, nth: int, moment: str, number: int = signal.SIGKILL) -> None:
-    """Send this process a signal before or after the nth call of `module:Class.function`."""
+def _wrap(target: str, wrapper: Callable[..., Any]) -> None:
+    """Put `wrapper(original, ...)` in the place of `module:Class.function`."""
     module, _, qualified = target.partition(":")
     *parents, name = qualified.split(".")
     owner = functools.reduce(getattr, parents, importlib.import_module(module))
-    original, num_calls = getattr(owner, name), 0
+    original = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapped(*positional: Any, **named: Any) -> Any:
+        return wrapper(original, *positional, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def kill_at_call(target: str, nth: int, moment: str, number: int = signal.SIGKILL) -> None:
+    """Send this process a signal before or after the nth call of `module:Class.function`."""
+    num_calls = 0
+
+    def wrapped(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls == nth and moment == "before":
@@ -87,7 +98,21 @@ def kill_at_call(target: str, nth: int, moment: str, number: int = signal.SIGKIL
             os.kill(os.getpid(), number)
         return result
 
-    setattr(owner, name, wrapped)
+    _wrap(target, wrapped)
+
+
+def full_at_call(target: str, nth: int) -> None:
+    """Raise "No space left on device" in the nth call of `module:Class.function` and in all later ones."""
+    num_calls = 0
+
+    def wrapped(original: Callable[..., Any], *positional: Any, **named: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls >= nth:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(*positional, **named)
+
+    _wrap(target, wrapped)
 
 
 def kill_in_half_a_checkpoint(nth: int) -> None:
@@ -132,6 +157,7 @@ HOOKS: dict[str, Callable[..., None]] = {
         count_events,
         kill_at_event,
         kill_at_call,
+        full_at_call,
         kill_in_half_a_checkpoint,
         kill_in_half_a_metrics_line,
         limit_file_size,

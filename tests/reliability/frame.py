@@ -25,6 +25,7 @@ Kind = Literal["cases", "processes"]
 Verdict = Literal["survived", "wrong", "lost", "crash", "hang"]
 TESTS = Path(__file__).parents[1]
 ROOMS = ("faults", "fuzz")
+_ROOM_BYTES = 1 << 30
 _SHARED = "MASSL_RELIABILITY_SHARED"  # folder of what all cases share, when several processes run one session
 
 
@@ -160,7 +161,10 @@ def session_folder() -> Path:
     """Where this session keeps what its cases share; deleted when the process that made it ends."""
     if _SHARED in os.environ:
         return Path(os.environ[_SHARED])
-    folder, owner = Path(tempfile.mkdtemp(prefix="massl-reliability-")), os.getpid()
+    # in memory where possible: thousands of cases wait for fsync otherwise
+    memory = Path("/dev/shm")
+    is_roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _ROOM_BYTES
+    folder, owner = Path(tempfile.mkdtemp(prefix="massl-reliability-", dir=memory if is_roomy else None)), os.getpid()
     os.environ[_SHARED] = str(folder)
 
     def remove() -> None:
@@ -262,10 +266,10 @@ def memory_mib(process: int | str, field: str) -> float:
     return 0.0
 
 
-def assert_survived(found: FaultClass, num_cases: int, folder: Path) -> None:
+def assert_survived(found: FaultClass, num_cases: int) -> None:
     """For pytest: the first cases of a class; the first that is not survived fails the test."""
     for number in range(num_cases):
-        outcome = run_case(found, number, folder / "case")
+        outcome = run_case(found, number, session_folder() / "case")
         assert outcome.verdict == "survived", (
             f"{outcome.verdict}: {outcome.detail}\nto repeat: {found.command_of(number)}\n{outcome.trace}"
         )

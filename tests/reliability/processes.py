@@ -86,13 +86,19 @@ class ForkServer:
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         if not self._is_ready:
-            assert json.loads(self._process.stdout.readline()) == {"ready": True}
+            assert self._read() == {"ready": True}
             self._is_ready = True
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"fork_server.py has ended with {self._process.wait()}: does massl import?")
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
     def start(self, *arguments: str | Path, environment: dict[str, str] | None = None, **hooks: list[Any]) -> Process:
@@ -158,10 +164,11 @@ def server() -> ForkServer:
     """The fork server of this process, started when it is first wanted."""
     if os.getpid() not in _servers:
         logs = session_folder() / f"logs-{os.getpid()}"
-        logs.mkdir()
+        logs.mkdir(exist_ok=True)
         with untimed():
-            found = _servers[os.getpid()] = ForkServer(logs)
+            found = ForkServer(logs)
             found.ask({"poll": 0})  # wait until it is ready
+        _servers[os.getpid()] = found
         atexit.register(functools.partial(_close, os.getpid()))
     return _servers[os.getpid()]
 
