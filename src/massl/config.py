@@ -19,6 +19,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 SettingsType = TypeVar("SettingsType", bound="Settings")
 
+_MAX_YAML_BYTES = 2**20
+_MAX_YAML_DEPTH = 32
+_MAX_YAML_VALUES = 20_000
+
 
 class MasslError(Exception):
     """An error the user can mend; the message says how. Any other exception that escapes is a bug in massl."""
@@ -107,11 +111,69 @@ def _section_types(annotation: Any) -> list[type[Settings]]:
     return [option for option in options if isinstance(option, type) and issubclass(option, Settings)]
 
 
+class _BoundedLoader(yaml.SafeLoader):
+    """Refuses nested aliases that grow without bound, and nesting that no recipe has."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._num_values = 0  # with aliases written out
+        self._size_of: dict[int, int] = {}  # of nodes that are complete, by id
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self._depth >= _MAX_YAML_DEPTH:
+            raise yaml.YAMLError(f"it is nested more than {_MAX_YAML_DEPTH} deep")
+        is_alias, before = self.check_event(yaml.AliasEvent), self._num_values
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and id(node) not in self._size_of:
+            raise yaml.YAMLError("an alias stands inside of what it names")
+        self._num_values += self._size_of[id(node)] if is_alias else 1
+        self._size_of.setdefault(id(node), self._num_values - before)
+        if self._num_values > _MAX_YAML_VALUES:
+            raise yaml.YAMLError(f"it holds more than {_MAX_YAML_VALUES:,} values")
+        return node
+
+
+def parse_yaml(text: str, *, origin: str) -> Any:
+    """Plain values from YAML of unknown origin, limited in size, depth and number of values."""
+    try:
+        if len(text) > _MAX_YAML_BYTES:
+            raise ValueError(f"it is longer than {_MAX_YAML_BYTES:,} characters")
+        loader = _BoundedLoader(text)
+        try:
+            values = loader.get_single_data()
+        finally:
+            loader.dispose()
+        _require_plain(values)
+        return values
+    except Exception as error:  # a foreign file: besides YAMLError, scalars raise ValueError, KeyError, IndexError ...
+        raise RecipeError(f"{origin} is not valid YAML: {error}") from None
+
+
+def _require_plain(value: Any) -> None:
+    """YAML also knows dates, sets and bytes, which no setting takes."""
+    if isinstance(value, dict | list):
+        for item in value if isinstance(value, list) else (*value.keys(), *value.values()):
+            _require_plain(item)
+    elif isinstance(value, str):
+        # bytes of file names that are not UTF-8 are kept this way; other half characters could not be written
+        value.encode(errors="surrogateescape")
+    elif value is not None and not isinstance(value, bool | int | float):
+        raise ValueError(f"{value} is read as a {type(value).__name__}; write it in quotes")
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            content = file.read(_MAX_YAML_BYTES + 1)
+        text = content.decode("utf-8")
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise RecipeError(f"{path} is not valid YAML: {error}") from None
+    values = parse_yaml(text, origin=str(path))
     if not isinstance(values, dict):
         raise RecipeError(f"{path} holds no recipe: expected sections such as 'data:' and 'trainer:'")
     return values

@@ -1,3 +1,5 @@
+import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -298,3 +300,59 @@ def test_values_that_are_not_the_default_ones_are_named_in_words() -> None:
     other = Outer(temperature=0.5, inner=Inner(rates=(1.0, 2.5), seed=3))
     assert changed(other) == ["temperature 0.5", "rates 1 2.5", "seed 3"]
     assert changed(other, besides=("seed",)) == ["temperature 0.5", "rates 1 2.5"]
+
+
+ALIAS_BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{before}'] * 8)}]\n" for before, after in pairwise("abcdefgh")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ALIAS_BOMB, "values"),
+        ("a: &a [*a]", "alias"),
+        ("a: " + "[" * 100_000, "nested"),
+        ("- " * 5_000 + "a", "nested"),
+        ("a: " + "9" * 5_000, "digits"),
+        ("a: 2021-01-01", "date.*quotes"),
+        ("a: 2021-99-99", "month"),
+        ("a: !!binary YWJj", "bytes"),
+        ("a: !!set {b}", "set"),
+        ("a: !!timestamp x", "YAML"),
+        ("a: !!python/object/apply:os.system [echo]", "python"),
+        ('a: "\\ud800"', "surrogates"),
+        ("a: " + "x" * 2**20, "longer"),
+        ("a: " + "b, " * 30_000, None),
+        ("a: [" + "b, " * 30_000 + "]", "values"),
+    ],
+)
+def test_a_hostile_recipe_is_refused_with_its_name(tmp_path: Path, text: str, message: str | None) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    if message is None:
+        assert list(read_yaml(tmp_path / "r.yaml")) == ["a"]
+        return
+    with pytest.raises(RecipeError, match=rf"(?s)r\.yaml.*{message}"):
+        read_yaml(tmp_path / "r.yaml")
+
+
+def test_aliases_and_names_that_are_not_utf8_are_read(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text('a: &a {b: [1, 2]}\nc: {<<: *a, d: *a}\ne: "x\\uDCFF"')
+    values = read_yaml(tmp_path / "r.yaml")
+    assert values["c"] == {"b": [1, 2], "d": {"b": [1, 2]}}
+    assert os.fsencode(values["e"]) == b"x\xff"
+
+
+def test_a_recipe_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"folder cannot be read"):
+        read_yaml(tmp_path / "folder")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(RecipeError, match=r"folder cannot be read"):
+        read_yaml(tmp_path / "folder")
+
+
+def test_a_chain_of_recipes_is_limited(tmp_path: Path) -> None:
+    for number in range(2_000):
+        (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml")
+    with pytest.raises(RecipeError, match=r"\.yaml: more than \d+ recipes"):
+        load_recipe(tmp_path / "0.yaml")

@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import Field, model_validator
 
 from massl.commands.recipes import for_method, method_of, read_recipe, recipe_path
-from massl.config import RecipeError, Settings, closest, dotted, merge, validate
+from massl.config import RecipeError, Settings, closest, dotted, merge, parse_yaml, validate
 from massl.data.settings import DataSettings
 from massl.data.views import ViewSettings
 from massl.methods import METHODS, AnyMethodSettings
@@ -94,10 +93,7 @@ def parse_set_options(items: Iterable[str]) -> dict[str, Any]:
             raise RecipeError(f"--set {item}: expected KEY=VALUE, e.g. trainer.epochs=40")
         if key in overrides:
             raise RecipeError(f"--set {key} is given twice")
-        try:
-            overrides[key] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise RecipeError(f"--set {item}: the value is not valid YAML: {error}") from None
+        overrides[key] = parse_yaml(text, origin=f"the value of --set {item}")
     return dotted(overrides, PretrainRecipe)
 
 

@@ -31,6 +31,7 @@ massl recipes
 massl recipes --method massl --for photos
 massl recipes massl-tiny"""
 
+_MAX_BASES = 16
 _FACTS = ("for", "needs", "expect")
 _FACT = re.compile(rf"# ({'|'.join(_FACTS)}): (.+)")
 _SIZES = {"tiny": "Ti", "small": "S", "base": "B", "large": "L"}
@@ -94,6 +95,8 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
     if base_path.resolve() in files:
         circle = " -> ".join(file.name for file in (*files, base_path))
         raise RecipeError(f"{path}: base {base} is a recipe that extends this one: {circle}")
+    if len(files) > _MAX_BASES:
+        raise RecipeError(f"{path}: more than {_MAX_BASES} recipes extend each other; write them as fewer files")
     beneath = _read(base_path, files)
     own = method_of(beneath)
     method = method_of(values, default=own)

@@ -10,7 +10,8 @@ from massl.commands.evaluate.settings import EvaluationRequest
 from massl.commands.images import open_images
 from massl.config import Settings, fingerprint, merge, validate
 from massl.data.sources import ImageSource, open_source
-from massl.data.sources.file_stamps import digest_of_files, files_below
+from massl.data.sources.file_stamps import digest_of_files
+from massl.data.sources.listing import files_below
 from massl.evaluations.base import EvaluationData
 from massl.evaluations.datasets import look_up, missing_data, open_data
 from massl.evaluations.features import Extractor

@@ -39,6 +39,8 @@ def open_source(
     `on_listing` is called now and then with the number of files seen, while a folder is listed. `as_before` finds the
     files and classes of runs that began before massl read AVIF and HEIC and doubted classes.
     """
+    if "\0" in str(uri):
+        raise DataError(f"{str(uri)!r} holds a zero byte, which no path does; check --data")
     scheme = re.match(r"([A-Za-z][\w+-]*):", uri) if isinstance(uri, str) else None
     if scheme is None:
         return _open_path(uri, on_listing, as_before)

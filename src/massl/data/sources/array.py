@@ -1,7 +1,6 @@
 """Images of one size in an in-memory array, read from a .npz archive."""
 
 import hashlib
-import zipfile
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,9 +8,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from massl.data.sources.base import Contents, DataError, EncodedImage, Pixels
+from massl.data.sources.base import Contents, DataError, EncodedImage, Pixels, numbered_classes
+from massl.data.sources.npz import read_npz
 
 _HASHED_AT_ONCE = 1024  # images
+_SCALE_THEM = "Scale values to 0 ... 255, by (images / HIGHEST * 255).astype(numpy.uint8) or the like"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,27 +60,21 @@ def digest_of_arrays(pixels: Pixels, labels: NDArray[np.integer] | None) -> str:
 
 def open_npz(path: Path, *, name: str) -> ArraySource:
     """An archive with `images` and optional integer `labels`."""
-    try:
-        # raises TypeError for a single array
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {key: archive[key] for key in ("images", "labels") if key in archive.files}
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist; expected a .npz archive with 'images'") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, TypeError) as error:
-        raise DataError(
-            f"{path} is not a .npz archive of plain arrays ({error}); write it with numpy.savez(path, images=...)"
-        ) from None
+    arrays = read_npz(path, {"images": "biufc", "labels": "biufc"})
     images, labels = arrays.get("images"), arrays.get("labels")
     if images is None:
         raise DataError(f"{path} has no array 'images'; write it with numpy.savez(path, images=..., labels=...)")
     has_image_shape = images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)
     if images.dtype != np.uint8 or not has_image_shape or images.size == 0:
         found = f"{images.dtype} {list(images.shape)}"
-        raise DataError(f"{path}: 'images' is {found}; expected uint8 [N, H, W] or [N, H, W, 3] with N > 0")
-    if labels is not None and (labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer)):
+        raise DataError(
+            f"{path}: 'images' is {found}; expected uint8 [N, H, W] or [N, H, W, 3] with N > 0"
+            + ("" if images.dtype == np.uint8 else f". {_SCALE_THEM}")
+        )
+    if labels is not None and (labels.shape != images.shape[:1] or labels.dtype.kind not in "iu"):
         found = f"{labels.dtype} {list(labels.shape)}"
         raise DataError(f"{path}: 'labels' is {found}; expected one integer for each of {len(images)} images")
-    num_classes = 0 if labels is None else int(labels.max()) + 1
-    class_names = tuple(str(label) for label in range(num_classes)) if num_classes > 0 else None
+    class_names = None if labels is None else numbered_classes(int(labels.max()) + 1, name=str(path))
     images.setflags(write=False)
+    labels = None if labels is None else labels.astype(np.int64)
     return ArraySource(name=name, pixels=images, labels=labels, class_names=class_names, key_prefix=path.stem)

@@ -1,7 +1,7 @@
 """The interface of image sources, and the parsing of their URIs."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast, get_args
+from typing import Final, Literal, Protocol, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from massl.config import MasslError
 Pixels = NDArray[np.uint8]
 # of image files: turned upright by EXIF, or as stored, which published evaluations use
 Orientation = Literal["exif", "stored"]
+MAX_CLASSES: Final = 1_000_000  # named by numbers; a label beyond is rather a damaged one
 
 
 class DataError(MasslError, ValueError):
@@ -74,6 +75,16 @@ class ImageSource(Protocol):
     def contents(self) -> Contents:
         """Names and sizes of the images; no image file is read. Unlike the fingerprint it survives a move or a copy."""
         ...
+
+
+def numbered_classes(num_classes: int, *, name: str) -> tuple[str, ...] | None:
+    """Class names "0", "1", ... for labels without names; None if no image has a label."""
+    if num_classes > MAX_CLASSES:
+        raise DataError(
+            f"{name}: label {num_classes - 1} asks for more than {MAX_CLASSES:,} classes; number the classes from 0, "
+            "e.g. by numpy.unique(labels, return_inverse=True)[1]"
+        )
+    return tuple(map(str, range(num_classes))) if num_classes > 0 else None
 
 
 def known_orientation(orientation: str, *, name: str) -> Orientation:

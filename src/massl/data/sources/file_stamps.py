@@ -65,25 +65,3 @@ def _status(root: Path, key: str) -> os.stat_result:
     except OSError as error:
         problem = f"{root}/{key} cannot be read: {error.strerror}"
         raise DataError(f"{problem}; it existed when its folder was listed") from None
-
-
-def files_below(folder: Path) -> Iterator[str]:
-    """All files relative to the folder, in an order independent of the file system; cycles of links are ignored."""
-    yield from _files_below(folder, "", ancestors=())
-
-
-def _files_below(folder: Path, relative: str, ancestors: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    try:
-        status = folder.stat()
-        with os.scandir(folder) as entries:
-            found = sorted((entry.name, entry.is_dir(), entry.is_file()) for entry in entries)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be listed: {error.strerror}") from None
-    identity = (status.st_dev, status.st_ino)
-    if identity in ancestors:
-        return
-    for name, is_folder, is_file in found:
-        if is_folder:
-            yield from _files_below(folder / name, f"{relative}{name}/", (*ancestors, identity))
-        elif is_file:
-            yield relative + name

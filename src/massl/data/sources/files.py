@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from massl.data.sources.base import Contents, DataError, EncodedImage, Orientation, known_orientation
+from massl.data.sources.base import Contents, DataError, EncodedImage, Orientation, known_orientation, numbered_classes
 from massl.data.sources.file_stamps import digest_of_files, in_threads, sizes_of_files
 
 
@@ -95,7 +95,7 @@ def _class_names(
         raise DataError(f"{name}: {len(labels)} labels for {num_files} images; give one for each")
     num_classes = max(labels) + 1
     if class_names is None:
-        return tuple(map(str, range(num_classes))) or None
+        return numbered_classes(num_classes, name=name)
     if num_classes > len(class_names):
         known = f"the {len(class_names)} classes, numbered from 0"
         raise DataError(f"{name}: label {num_classes - 1} is not among {known}")

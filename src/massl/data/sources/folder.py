@@ -15,6 +15,7 @@ from massl.data.sources.base import Contents, DataError, EncodedImage, Orientati
 from massl.data.sources.file_stamps import digest_of_files, sizes_of_files
 from massl.data.sources.folder_labels import LabelRule, find_labels
 from massl.data.sources.formats import COMMON_SUFFIXES, describe_ignored, ignored_kind, readable_suffixes
+from massl.data.sources.listing import FolderWalk, is_file, is_folder
 
 _FILES_PER_REPORT = 1000
 
@@ -54,13 +55,13 @@ class FolderSource:
         self._folder_ends = array("q")  # position after the last image of each folder
         suffixes = COMMON_SUFFIXES if as_before else readable_suffixes()
         lister = _Lister(suffixes, on_listing)
-        for folder, file_names in lister.folders_with_images(root, "", ancestors=()):
+        for folder, file_names in lister.folders_with_images(root):
             for file_name in file_names:
                 self._file_names += os.fsencode(file_name)
                 self._file_name_ends.append(len(self._file_names))
             self._folders.append(folder)
             self._folder_ends.append(len(self._file_name_ends))
-        ignored = describe_ignored(lister.num_ignored)
+        ignored = [*describe_ignored(lister.num_ignored), *lister.remarks]
         if not self._folders:
             found = f"; {'; '.join(ignored)}" if ignored else ""
             raise DataError(f"{root} holds no images; expected {' '.join(suffixes)} or class folders of them{found}")
@@ -115,73 +116,43 @@ class FolderSource:
 
 
 class _Lister:
-    """Lists folders and counts what it sees."""
+    """The images of a tree of folders, with a count of what else it holds."""
 
     def __init__(self, suffixes: tuple[str, ...], on_listing: OnListing) -> None:
         self._suffixes = suffixes
         self.num_ignored: Counter[str] = Counter()  # image files that cannot be read, by suffix
+        self.remarks: list[str] = []
         self._num_files = 0
         self._on_listing = on_listing
 
-    def folders_with_images(
-        self, path: Path, relative: str, ancestors: tuple[tuple[int, int], ...]
-    ) -> Iterator[tuple[str, list[str]]]:
+    def folders_with_images(self, root: Path) -> Iterator[tuple[str, list[str]]]:
         """(path relative to the root, sorted file names) of each folder with images, depth first.
 
         Hidden files and folders are skipped.
         """
-        file_names, folder_names = [], []
-        try:
-            status = path.stat()
-            identity = (status.st_dev, status.st_ino)
-            if identity in ancestors:  # a link to one of its own parent folders
-                return
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    if entry.name.startswith("."):
-                        continue
-                    if _is_folder(entry):
-                        folder_names.append(entry.name)
-                        continue
-                    self._count()
-                    if entry.name.lower().endswith(self._suffixes):
-                        if _is_file(entry):
-                            file_names.append(entry.name)
-                    elif (suffix := ignored_kind(entry.name)) is not None:
-                        self.num_ignored[suffix] += 1
-        except OSError as error:
-            raise DataError(f"{path} cannot be listed: {error.strerror}") from None
-        if file_names:
-            yield relative, sorted(file_names)
-        for folder_name in sorted(folder_names):
-            below = f"{relative}/{folder_name}" if relative else folder_name
-            yield from self.folders_with_images(path / folder_name, below, (*ancestors, identity))
+        walk = FolderWalk(root, skip_hidden=True)
+        for relative, entries in walk:
+            file_names = [entry.name for entry in entries if self._is_image(entry)]
+            if file_names:
+                yield relative, sorted(file_names)
+        self.remarks = walk.remarks
 
-    def _count(self) -> None:
+    def _is_image(self, entry: os.DirEntry[str]) -> bool:
         self._num_files += 1
         if self._num_files % _FILES_PER_REPORT == 0:
             self._on_listing(self._num_files)
+        if entry.name.lower().endswith(self._suffixes):
+            return is_file(entry)
+        if (suffix := ignored_kind(entry.name)) is not None:
+            self.num_ignored[suffix] += 1
+        return False
 
 
 def _other_folders(root: Path, with_images: set[str]) -> tuple[str, ...]:
     """Visible folders directly below the root that hold no images, sorted."""
     with os.scandir(root) as entries:
-        folders = {entry.name for entry in entries if not entry.name.startswith(".") and _is_folder(entry)}
+        folders = {entry.name for entry in entries if not entry.name.startswith(".") and is_folder(entry)}
     return tuple(sorted(folders - with_images))
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:
-        return False
 
 
 def open_folder(

@@ -9,19 +9,21 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import yaml
 from numpy.typing import NDArray
 from PIL import Image
 
-from massl.config import closest
+from massl.config import MasslError, closest, parse_yaml
 from massl.data.sources.array import digest_of_arrays
-from massl.data.sources.base import Contents, DataError, EncodedImage, Pixels, split_query
-from massl.data.sources.file_stamps import digest_of_files, files_below, sizes_of_files
+from massl.data.sources.base import Contents, DataError, EncodedImage, Pixels, numbered_classes, split_query
+from massl.data.sources.file_stamps import digest_of_files, sizes_of_files
+from massl.data.sources.listing import files_below
 
 # attributes with labels (CIFAR, DTD and Pets, SVHN and STL10, Caltech101) or (path, label) pairs (ImageNet, Cars)
 _LABEL_ATTRIBUTES = ("targets", "_labels", "labels", "y", "samples", "_samples")
 # attributes with the set's own folder (ImageNet, Pets and most others, Aircraft, SUN397); CIFAR: root / base_folder
 _FOLDER_ATTRIBUTES = ("split_folder", "_base_folder", "_data_path", "_data_dir")
+_BASE_CLASSES = ("VisionDataset", "DatasetFolder")
+_TAKE_FUNCTIONS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
 
 
 class _Dataset(Protocol):
@@ -38,7 +40,7 @@ class TorchvisionSource:
         self._dataset = dataset
         self._arguments = dict(arguments or {})
         first = dataset[0] if len(dataset) > 0 else None
-        if not isinstance(first, tuple) or not isinstance(first[0], Image.Image):
+        if not isinstance(first, tuple) or not first or not isinstance(first[0], Image.Image):
             raise DataError(f"{name} delivers no single images; choose an image classification set")
         self.pixels = _pixels_in_memory(dataset, first_image=_raw_pixels(first[0]))
 
@@ -49,7 +51,12 @@ class TorchvisionSource:
         return EncodedImage(data=self._pixels_of(index), label=self.label_of(index), key=self.key_of(index))
 
     def _pixels_of(self, index: int) -> Pixels:
-        return _raw_pixels(self._dataset[index][0])
+        try:
+            return _raw_pixels(self._dataset[index][0])
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # torchvision's code and Pillow's: for a damaged file, errors of many kinds
+            raise OSError(f"{type(error).__name__}: {error}") from None
 
     def label_of(self, index: int) -> int | None:
         return None if self._labels is None or self._labels[index] < 0 else int(self._labels[index])
@@ -93,7 +100,8 @@ class TorchvisionSource:
     def class_names(self) -> tuple[str, ...] | None:
         if self._labels is None or self._labels.max() < 0:
             return None
-        names: Sequence[Any] = getattr(self._dataset, "classes", None) or range(int(self._labels.max()) + 1)
+        names: Sequence[Any] | None = getattr(self._dataset, "classes", None)
+        names = names or numbered_classes(int(self._labels.max()) + 1, name=self.name) or ()
         # ImageNet: a tuple of synonyms
         return tuple(", ".join(name) if isinstance(name, tuple) else str(name) for name in names)
 
@@ -160,31 +168,44 @@ def open_torchvision(location: str, *, name: str) -> TorchvisionSource:
     except ImportError:
         raise DataError(f"{name} needs torchvision; install it with: pip install torchvision") from None
     set_name, parameters = split_query(location)
-    known = [candidate for candidate in datasets.__all__ if inspect.isclass(getattr(datasets, candidate))]
+    known = [candidate for candidate in datasets.__all__ if _is_set(getattr(datasets, candidate, None))]
     if set_name not in known:
         raise DataError(f"{name}: torchvision has no set {set_name!r}.{closest(set_name, known)}")
     dataset_type = getattr(datasets, set_name)
     arguments = _constructor_arguments(dataset_type, parameters, name=name)
+    decisive = {key: value for key, value in arguments.items() if key != "download"}
     try:
-        dataset = dataset_type(**arguments)
+        return TorchvisionSource(dataset_type(**arguments), name=name, arguments=decisive)
+    except MasslError:
+        raise
     except ImportError as error:
         raise DataError(f"{name} needs a package that is not installed: {error}; install it with pip") from None
-    except (RuntimeError, OSError, ValueError, TypeError) as error:
+    except Exception as error:  # code and files of others: sets raise RuntimeError, KeyError, UnpicklingError ...
         advice = ""
         if "root" in arguments:
             advice = f". Its files are expected below {arguments['root']!r}; root=DIR chooses another folder"
         if arguments.get("download") is False:
             advice += ", download=true after the '?' fetches them"
-        raise DataError(f"{name} cannot be opened: {error}{advice}") from None
-    decisive = {key: value for key, value in arguments.items() if key != "download"}
-    return TorchvisionSource(dataset, name=name, arguments=decisive)
+        reason = str(error) if isinstance(error, RuntimeError | OSError) else f"{type(error).__name__}: {error}"
+        raise DataError(f"{name} cannot be opened: {reason}{advice}") from None
+
+
+def _is_set(candidate: object) -> bool:
+    """A class whose files torchvision knows; not the base classes, which would need code from the caller."""
+    return inspect.isclass(candidate) and candidate.__name__ not in _BASE_CLASSES
 
 
 def _constructor_arguments(dataset_type: type, parameters: dict[str, str], *, name: str) -> dict[str, Any]:
-    accepted = inspect.signature(dataset_type).parameters
-    arguments = {key: default for key, default in (("root", "data"), ("download", False)) if key in accepted}
+    """The values after '?'. Arguments that take functions are not accepted."""
+    accepted = [key for key in inspect.signature(dataset_type).parameters if key not in _TAKE_FUNCTIONS]
+    arguments: dict[str, Any] = {
+        key: default for key, default in (("root", "data"), ("download", False)) if key in accepted
+    }
     for key, text in parameters.items():
         if key not in accepted:
             raise DataError(f"{name}: {dataset_type.__name__} has no parameter {key!r}.{closest(key, accepted)}")
-        arguments[key] = text if key == "root" else yaml.safe_load(text)  # a root named 2021 stays a name
+        # a root named 2021 stays a name
+        arguments[key] = text if key == "root" else parse_yaml(text, origin=f"{name}: {key}")
+    if not isinstance(arguments.get("download", False), bool):
+        raise DataError(f"{name}: download is {arguments['download']!r}; use download=true or leave it out")
     return arguments

@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from massl.config import MasslError
 from massl.data.loading.loader import Loader
 from massl.data.sources import open_source
 from massl.data.sources.base import DataError, ImageSource
@@ -208,11 +209,55 @@ def test_parameters_are_read_as_yaml() -> None:
         ("torchvision:CIFAR10?root=2021", "below '2021'"),  # a name, though YAML would make it a number
         ("torchvision:ImageFolder?root=/nowhere", "'/nowhere'; root=DIR chooses another folder$"),
         ("torchvision:OxfordIIITPet?root=/nowhere&split=trainvall", "split"),
+        ("torchvision:VisionDataset", "no set 'VisionDataset'"),
+        ("torchvision:DatasetFolder?root=/nowhere", "no set 'DatasetFolder'"),
+        ("torchvision:wrap_dataset_for_transforms_v2", "no set 'wrap_dataset"),
+        ("torchvision:__class__", "no set '__class__'"),
+        ("torchvision:", "no set ''"),
+        ("torchvision:FakeData?size=3&transform=str", "no parameter 'transform'"),
+        ("torchvision:ImageFolder?root=/nowhere&loader=open", "no parameter 'loader'"),
+        ("torchvision:FakeData?size=-1", "FakeData.*cannot be opened"),
+        ("torchvision:FakeData?size=3&image_size=[3, a, b]", "FakeData.*cannot be opened"),
+        ("torchvision:FakeData?size=3&random_offset={a: b}", "FakeData.*cannot be opened"),
+        ("torchvision:CIFAR10?download=maybe", "download=true"),
+        ("torchvision:MNIST?root=a\0b", "zero byte"),
     ],
 )
 def test_what_cannot_be_opened_says_what_to_change(uri: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         open_source(uri)
+
+
+def test_a_value_that_is_not_yaml_names_its_parameter() -> None:
+    with pytest.raises(MasslError, match=r"size.*YAML"):
+        open_source("torchvision:FakeData?size=[[")
+
+
+def test_nothing_is_downloaded_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class CIFAR10:
+        def __init__(self, root: str, download: bool = True) -> None:
+            asked.append(download)
+            raise RuntimeError("no files")
+
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", CIFAR10)
+    for uri in ("torchvision:CIFAR10", "torchvision:CIFAR10?download=true"):
+        with pytest.raises(DataError, match="no files"):
+            open_source(uri)
+    assert asked == [False, True]
+
+
+def test_an_image_that_a_set_cannot_decode_is_an_unreadable_file() -> None:
+    class Broken(FewImages):
+        def __getitem__(self, index: int) -> tuple[Image.Image, object]:
+            if index == 1:
+                raise SyntaxError("broken PNG file")
+            return super().__getitem__(index)
+
+    source = TorchvisionSource(Broken(grey_images(2), [0, 1], labels=[0, 1]), name="broken")
+    with pytest.raises(OSError, match="broken PNG"):
+        source.read(1)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
