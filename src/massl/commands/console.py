@@ -2,7 +2,8 @@
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 from rich import box
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -37,6 +39,19 @@ def result_console() -> Console:
 def print_line(console: Console, text: str, *, style: str | None = None) -> None:
     """Print text as it is: rich neither wraps it nor reads [brackets] and :colons: in it."""
     console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
+
+
+@contextmanager
+def working(console: Console, text: str) -> Iterator[None]:
+    """Say what is done while inside: a moving line with the time on a terminal, elsewhere a plain line."""
+    if not console.is_terminal or console.quiet:
+        print_line(console, text)
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as shown:
+        shown.add_task(text)
+        yield
 
 
 def print_table(console: Console, table: ResultsTable) -> None:

@@ -11,12 +11,19 @@ from rich.console import Console
 
 from massl import distributed
 from massl.commands.arguments import exit_status
-from massl.commands.console import message_console, print_line
+from massl.commands.console import message_console, print_line, working
 from massl.commands.device import choose_device, host_threads_for
 from massl.commands.images import SkippedImages, open_images
 from massl.commands.pretrain_arguments import parse_pretrain, recipe_of_run, resolve_recipe
 from massl.commands.recipe import PretrainRecipe
-from massl.commands.run_messages import announce, summarise
+from massl.commands.run_messages import (
+    Cautions,
+    announce_execution,
+    announce_plan,
+    announce_run,
+    caution_on_duration,
+    summarise,
+)
 from massl.config import RecipeError
 from massl.data.identity import identify
 from massl.data.loading.cache import ImageCache
@@ -24,7 +31,7 @@ from massl.data.loading.gpu_decode import jpeg_decoder
 from massl.data.loading.image_reader import label_number
 from massl.data.loading.loader import Loader
 from massl.data.order import EpochOrder
-from massl.data.sources import ImageSource
+from massl.data.sources import ImageSource, remarks_of
 from massl.methods import build_method
 from massl.methods.base import Method, TrainingPlan
 from massl.nn.backbone import refuse_published_weights
@@ -83,6 +90,7 @@ def pretrain(
     distributed.start(device.type)
     console = message_console(quiet=not distributed.is_main())
     try:
+        announce_run(resolved, folder, console)
         with stop_together():
             as_before = folder.lists_as_before
             source = open_images(resolved.data.source, as_before=as_before)
@@ -115,14 +123,39 @@ def main(arguments: Sequence[str]) -> int:
 def _train(
     recipe: PretrainRecipe, source: ImageSource, folder: RunFolder, device: torch.device, console: Console
 ) -> FitResult:
-    warned: set[str] = set()
+    cautions = Cautions(console, printed=[remark for remark in remarks_of(source) if "caution: " in remark])
     skipped = SkippedImages(console)
+    trainer = _build(recipe, source, folder, device, console, skipped=skipped, cautions=cautions)
+    announce_execution(trainer, console)
+    for caution in trainer.method.cautions(_training_plan(recipe, source)):
+        cautions.add(caution)
+    steps = trainer.store.steps()
+    if (duration := caution_on_duration(recipe, trainer, len(source), console)) is not None:
+        cautions.add(duration, keep=not steps)  # it says other numbers whenever the run is continued
+    if folder.start_from is not None and not steps:
+        _load_start(trainer, folder.start_from, console)
+    if max(steps, default=0) < trainer.end_step:
+        if distributed.is_main():  # a finished run keeps the name of the machine that made it
+            folder.write_json("environment.json", describe_environment(device))
+        if steps:
+            print_line(console, f"reading the checkpoint of step {steps[-1]}")
+    result = trainer.fit(cautions=cautions.kept)
+    skipped.print_total()
+    summarise(result, trainer, trainer.probe, console)
+    return result
 
-    def warn(message: str) -> None:
-        if message not in warned:
-            warned.add(message)
-            print_line(console, f"warning: {message}", style="yellow")
 
+def _build(
+    recipe: PretrainRecipe,
+    source: ImageSource,
+    folder: RunFolder,
+    device: torch.device,
+    console: Console,
+    *,
+    skipped: SkippedImages,
+    cautions: Cautions,
+) -> Trainer:
+    """All parts of a run. What is wrong with the recipe is found here, before anything is trained."""
     seed, batch_size = recipe.trainer.seed, recipe.trainer.batch_size
     order = EpochOrder(num_images=len(source), batch_size=batch_size, seed=seed)
     schedules = Schedules(
@@ -132,46 +165,51 @@ def _train(
         epochs=recipe.trainer.epochs,
         steps_per_epoch=order.steps_per_epoch,
     )
-    method = build_method(recipe.method, recipe.backbone, seed=seed)
-    _check_views(recipe, method)
+    announce_plan(recipe, schedules, len(source), device, console)
+    with working(console, "building the networks"):
+        method = build_method(recipe.method, recipe.backbone, seed=seed)
+        _check_views(recipe, method)
     cache = ImageCache(max_gib=recipe.data.cache_gib) if recipe.data.cache_gib > 0 else None
-    loader = _open_loader(recipe, source, order, cache, device, on_skip=skipped.add, on_note=warn)
-    probe = None
-    if recipe.probes.every_epochs > 0:
-        probe = Probe(
-            recipe.probes,
-            data=recipe.data,
-            views=recipe.views,
-            training_source=source,
-            seed=seed,
-            device=device,
-            cache=cache,
-            on_skip=skipped.add,
-            as_before=folder.data is not None and folder.data.as_before,
-        )
-    trainer = Trainer(
+    loader = _open_loader(recipe, source, order, cache, device, on_skip=skipped.add, on_note=cautions.add)
+    as_before = folder.data is not None and folder.data.as_before
+    return Trainer(
         recipe.trainer,
         method=method,
         loader=loader,
         views=recipe.views,
         schedules=schedules,
-        probe=probe,
+        probe=_open_probe(recipe, source, cache, device, console, on_skip=skipped.add, as_before=as_before),
         crop_ratio=recipe.probes.crop_ratio,
         folder=folder,
         device=device,
     )
-    announce(recipe, trainer, len(source), console)
-    for caution in method.cautions(_training_plan(recipe, source)):
-        warn(caution)
-    if folder.start_from is not None and not trainer.store.steps():
-        _load_start(trainer, folder.start_from, console)
-    is_finished = max(trainer.store.steps(), default=0) >= trainer.end_step
-    if distributed.is_main() and not is_finished:  # a finished run keeps the name of the machine that made it
-        folder.write_json("environment.json", describe_environment(device))
-    result = trainer.fit()
-    skipped.print_total()
-    summarise(result, trainer, probe, console)
-    return result
+
+
+def _open_probe(
+    recipe: PretrainRecipe,
+    source: ImageSource,
+    cache: ImageCache | None,
+    device: torch.device,
+    console: Console,
+    *,
+    on_skip: Callable[[str], None],
+    as_before: bool,
+) -> Probe | None:
+    if recipe.probes.every_epochs == 0:
+        return None
+    for uri in filter(None, (recipe.probes.database, recipe.probes.queries)):
+        print_line(console, f"reading {uri}, for the probes")
+    return Probe(
+        recipe.probes,
+        data=recipe.data,
+        views=recipe.views,
+        training_source=source,
+        seed=recipe.trainer.seed,
+        device=device,
+        cache=cache,
+        on_skip=on_skip,
+        as_before=as_before,
+    )
 
 
 def _load_start(trainer: Trainer, run: Path, console: Console) -> None:

@@ -3,12 +3,13 @@
 import math
 import shlex
 import time
+from collections.abc import Iterable
 
 import torch
 from rich.console import Console
 
 from massl import distributed
-from massl.commands.console import print_line
+from massl.commands.console import print_line, working
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.recipes import shipped_recipes
 from massl.nn.backbone import Backbone
@@ -16,15 +17,41 @@ from massl.reports.run_reader import read_run
 from massl.reports.verdict import verdict
 from massl.training.probes import Probe
 from massl.training.progress import duration_text
+from massl.training.run_folder import RunFolder
+from massl.training.schedules import Schedules
 from massl.training.trainer import FitResult, Trainer
 
 _LONG_SECONDS = 3 * 3600  # of a run on a CPU, from which on something smaller is suggested
 _SMALL_SIDE = 64  # pixels of the views of the recipes named METHOD-tiny
 
 
-def announce(recipe: PretrainRecipe, trainer: Trainer, num_images: int, console: Console) -> None:
+class Cautions:
+    """Prints each warning once and keeps it: the run folder remembers those from before training."""
+
+    def __init__(self, console: Console, *, printed: Iterable[str] = ()) -> None:
+        self._console = console
+        self.kept = list(printed)
+        self._printed = {*self.kept}
+
+    def add(self, warning: str, *, keep: bool = True) -> None:
+        if warning not in self._printed:
+            self._printed.add(warning)
+            print_line(self._console, f"warning: {warning}", style="yellow")
+            if keep:
+                self.kept.append(warning)
+
+
+def announce_run(recipe: PretrainRecipe, folder: RunFolder, console: Console) -> None:
+    """Print what is known before any work: what is trained, and where it is kept."""
+    state = "a run that is continued" if folder.has_begun else "a new run"
+    print_line(console, f"{recipe.method.name}, {recipe.backbone.name}: {state} in {folder.path}")
+    print_line(console, f"reading {recipe.data.source}")
+
+
+def announce_plan(
+    recipe: PretrainRecipe, schedules: Schedules, num_images: int, device: torch.device, console: Console
+) -> None:
     """Print the derived values once, so that no default is hidden."""
-    device, execution, schedules = trainer.device, trainer.execution, trainer.schedules
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     views, settings = recipe.views, recipe.trainer
     local_views = f" + {views.num_local} x {views.local_size} px" if views.num_local else ""
@@ -35,15 +62,24 @@ def announce(recipe: PretrainRecipe, trainer: Trainer, num_images: int, console:
         f"epoch, {schedules.num_steps:,} steps\n"
         f"{recipe.backbone.name}, {views.num_global} x {views.global_size} px{local_views} views, "
         f"batch {settings.batch_size}, peak learning rate {rate:.3g}, {settings.precision}, "
-        f"{distributed.world_size()} x {name}\n"
-        f"kernels: {execution.networks}; CUDA graph: {'yes' if execution.cuda_graph else 'no'}",
+        f"{distributed.world_size()} x {name}",
     )
+
+
+def announce_execution(trainer: Trainer, console: Console) -> None:
+    execution = trainer.execution
+    graph = "yes" if execution.cuda_graph else "no"
+    print_line(console, f"kernels: {execution.networks}; CUDA graph: {graph}")
+
+
+def caution_on_duration(recipe: PretrainRecipe, trainer: Trainer, num_images: int, console: Console) -> str | None:
+    """A warning if the run would take long on this CPU."""
     num_steps_left = trainer.end_step - max(trainer.store.steps(), default=0)
-    if device.type == "cpu" and num_steps_left > 0:
+    if trainer.device.type != "cpu" or num_steps_left <= 0:
+        return None
+    with working(console, "measuring how fast this CPU is"):
         seconds = seconds_per_step_on_cpu(recipe, trainer.method.backbone_to_evaluate()) / distributed.world_size()
-        caution = cpu_caution(recipe, num_images, seconds_per_step=seconds, num_steps=num_steps_left)
-        if caution:
-            print_line(console, f"warning: {caution}", style="yellow")
+    return cpu_caution(recipe, num_images, seconds_per_step=seconds, num_steps=num_steps_left)
 
 
 @torch.no_grad()

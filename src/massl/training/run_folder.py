@@ -2,8 +2,10 @@
 
 import contextlib
 import fcntl
+import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ MAY_CHANGE = frozenset(
         "trainer.kernels",
         "trainer.residual",
         "trainer.cuda_graph",
+        "trainer.skip_bad_steps",
         "trainer.log_every_steps",
         "trainer.checkpoint_every_steps",
         "trainer.keep_checkpoints",
@@ -101,12 +104,16 @@ class RunFolder:
         """Lock the folder while inside, and record recipe and images; only the writing process does so.
 
         If the folder cannot be used, all processes stop. `accept_changes`: the images may differ from those before.
+        An error before training leaves nothing of a new run behind.
         """
         with contextlib.ExitStack() as held:
             with stop_together():
                 if is_writer:
                     self._refuse_foreign_folder()
+                    is_new, missing = not self.recipe_file.exists(), self._missing_folders()
                     held.enter_context(self._locked())
+                    if is_new:
+                        held.enter_context(self._removed_unless_begun(missing))
                     self._refuse_other_recipe()
                     self._refuse_other_start(start_from)
                     if self.data is not None and self.has_begun and not accept_changes:
@@ -132,6 +139,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        taken = RunFolderError(f"another process is training in {self.path}; wait for it or choose another --output")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = (self.path / _LOCK).open("w")
@@ -141,10 +149,28 @@ class RunFolder:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system however the process ends
             except BlockingIOError:
-                raise RunFolderError(
-                    f"another process is training in {self.path}; wait for it or choose another --output"
-                ) from None
+                raise taken from None
+            if os.fstat(lock.fileno()).st_nlink == 0:  # a start that was refused has just removed the file
+                raise taken
             yield
+
+    def _missing_folders(self) -> list[Path]:
+        """The folders that a new run has to make, the innermost first."""
+        return list(itertools.takewhile(lambda folder: not folder.exists(), (self.path, *self.path.parents)))
+
+    @contextlib.contextmanager
+    def _removed_unless_begun(self, made: Iterable[Path]) -> Iterator[None]:
+        """On an error before training, remove all files of the run, and the folders made for it."""
+        try:
+            yield
+        except BaseException:
+            if not self.has_begun:
+                for name in ("recipe.yaml", "environment.json", *sorted(_OWN - {_LOCK}), _LOCK):  # the lock last
+                    (self.path / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # another process has put a file there
+                    for folder in made:
+                        folder.rmdir()
+            raise
 
     def _record(self, start_from: Path | None) -> None:
         try:

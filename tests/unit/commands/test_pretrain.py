@@ -1,0 +1,108 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import massl
+from massl.commands import pretrain as command
+from massl.config import MasslError
+from massl.data.sources.base import DataError
+from massl.training.run_folder import RunFolderError
+from tests.reliability.world import TINY_RECIPE, tiny_images
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    path = tmp_path / "images.npz"
+    np.savez(path, images=tiny_images(48), labels=np.arange(48) % 4)
+    return path
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(json.dumps(TINY_RECIPE))
+    return path
+
+
+class Built(Exception):
+    """The long work has begun."""
+
+
+def test_what_is_known_is_printed_before_the_networks_are_built(
+    recipe: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(*_: Any, **__: Any) -> None:
+        raise Built
+
+    monkeypatch.setattr(command, "build_method", build)
+    with pytest.raises(Built):
+        massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run")
+    said = capsys.readouterr().err
+    words = ["a new run in", str(tmp_path / "run"), f"reading {archive}", "48 images", "batch 8", "building the networks"]
+    assert [word for word in words if word not in said] == []
+    assert said.index("reading") < said.index("48 images") < said.index("building the networks")
+
+
+def test_images_are_announced_before_they_are_listed(
+    recipe: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listing(*_: Any, **__: Any) -> None:
+        raise Built
+
+    monkeypatch.setattr(command, "open_images", listing)
+    with pytest.raises(Built):
+        massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run")
+    assert f"reading {archive}" in capsys.readouterr().err
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("output", ["run", "new/folders/run"])
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        ({"trainer.batch_size": 256}, DataError),
+        ({"views.local_size": 2}, MasslError),  # less than a patch
+        ({"trainer.accumulation_steps": 3}, MasslError),  # batches of 8 cannot be split
+        ({"probes.every_epochs": 1, "probes.queries": "no/such/folder"}, MasslError),
+    ],
+)
+def test_a_refused_start_leaves_nothing(
+    recipe: Path, archive: Path, tmp_path: Path, overrides: dict[str, Any], error: type[Exception], output: str
+) -> None:
+    before = left(tmp_path)
+    with pytest.raises(error):
+        massl.pretrain(recipe=recipe, data=archive, output=tmp_path / output, overrides=overrides)
+    assert left(tmp_path) == before
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(error):
+        massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "empty", overrides=overrides)
+    assert left(tmp_path / "empty") == []
+
+
+def test_a_start_from_a_folder_without_weights_leaves_nothing(recipe: Path, archive: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError):
+        massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", start_from=tmp_path / "none")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_that_is_refused_leaves_a_run_as_it_was(recipe: Path, archive: Path, tmp_path: Path) -> None:
+    short = {"trainer.max_steps": 1, "probes.every_epochs": 0}
+    massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", overrides=short)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != ".lock"}
+    with pytest.raises(RunFolderError):
+        massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", overrides={"trainer.epochs": 99})
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_cautions_before_training_are_kept_with_the_run(recipe: Path, archive: Path, tmp_path: Path) -> None:
+    short = {"trainer.max_steps": 1, "probes.every_epochs": 0, "method.memory.num_rows": 64}
+    massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", overrides=short)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "warnings.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0]
+    assert "method.memory.num_rows = 64" in rows[0]["warning"]
