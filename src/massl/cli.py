@@ -1,9 +1,11 @@
 """`massl COMMAND`: a table of commands. Only the module of the command that is called is imported."""
 
+import os
 import sys
+import threading
 import tomllib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -24,6 +26,8 @@ COMMANDS = {
     "report": ("put runs and their results on one HTML page", "massl.commands.report.command"),
     "recipes": ("list the recipes that come with massl", "massl.commands.recipes"),
 }
+
+_SLOW_SECONDS = 2.0
 
 
 def usage() -> str:
@@ -77,6 +81,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             interrupts.__exit__(None, None, None)
 
 
+@contextmanager
+def _said_if_slow(text: str) -> Iterator[None]:
+    """Print the text if what is inside takes longer than a moment: on a busy machine imports take ten seconds."""
+    timer = threading.Timer(_SLOW_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    if os.environ.get("RANK", "0") == "0":  # one of several processes speaks
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _run(interrupts: Interrupts, command: str, *arguments: str) -> int:
     # Not at the top of the file: they take longer than `massl --help` should.
     from pydantic import ValidationError
@@ -84,7 +101,8 @@ def _run(interrupts: Interrupts, command: str, *arguments: str) -> int:
 
     from massl.config import MasslError, UsageError, explain
 
-    module = import_module("massl.commands.completion" if command == "--completion" else COMMANDS[command][1])
+    with _said_if_slow(f"massl {command}: loading PyTorch"):
+        module = import_module("massl.commands.completion" if command == "--completion" else COMMANDS[command][1])
     interrupts.started()
     try:
         status: int = module.main(arguments)

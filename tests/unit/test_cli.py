@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 import tomllib
 from importlib import import_module, metadata
 from pathlib import Path
@@ -91,3 +92,17 @@ def test_errors_of_public_functions_name_arguments_and_those_of_commands_options
     assert "--" not in str(raised.value)
     assert cli.main(["pretrain", "--recipe", "massl-tiny", "--output", str(tmp_path / "run")]) != 0
     assert "give --data," in capsys.readouterr().err
+
+
+def test_slow_imports_are_named_and_quick_ones_are_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with cli._said_if_slow("loading"):
+        pass
+    monkeypatch.setattr(cli, "_SLOW_SECONDS", 0.001)
+    said, deadline = "", time.monotonic() + 20
+    with cli._said_if_slow("loading"):
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    assert said == "loading\n"

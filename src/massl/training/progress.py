@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
 _LINE_SECONDS = 30.0  # the longest silence where there is no bar
+_BUSY_SECONDS = 3.0  # the longest silence there before a probe or the first step is named
 # The duration is announced once the pace was measured over this much, whichever comes first.
 _SURE_SECONDS, _SURE_STEPS = 5.0, 5
 _SHORT_SECONDS = 30.0  # a run of less than this needs no announcement
@@ -106,6 +107,7 @@ class ProgressDisplay:
         self._probe_seconds = self._paused_seconds = 0.0
         self._clock_start = self._said_at = time.perf_counter()
         self._announced = False
+        self._told: object = None  # the probe or first step that a line has named already
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -216,13 +218,17 @@ class ProgressDisplay:
             self.say(f"about {duration_text(now - self._clock_start + left)} in all")
 
     def _tick(self) -> None:
-        """Print a line after each silence, also in the middle of a long step or probe."""
-        while True:
-            due = self._said_at + self._line_seconds
-            if self._ended.wait(max(0.0, due - time.perf_counter())):
-                return
-            if time.perf_counter() - self._said_at >= self._line_seconds:
+        """Print a line after each silence, also in the middle of a long step; soon if it is a probe or the first."""
+        while not self._ended.wait(min(1.0, self._line_seconds, _BUSY_SECONDS)):
+            silence = time.perf_counter() - self._said_at
+            if silence >= self._line_seconds or (silence >= _BUSY_SECONDS and self._is_untold()):
                 self.say(self.text())
+
+    def _is_untold(self) -> bool:
+        """Whether something slower than a usual step is under way that no line has named yet."""
+        under_way = (self._busy, self._busy_since) if self._busy else "" if self._pace.seconds_per_step else "first"
+        is_untold, self._told = under_way not in ("", self._told), under_way
+        return is_untold
 
 
 class _LiveText(ProgressColumn):

@@ -152,6 +152,28 @@ def test_without_a_terminal_a_line_comes_after_each_silence_even_in_a_long_step(
     assert not display._ticker.is_alive()
 
 
+def test_without_a_terminal_a_probe_is_named_once_and_soon(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_BUSY_SECONDS", 0.01)
+    display = ProgressDisplay(num_steps=4, steps_per_epoch=10, batch_size=8, visible=True, line_seconds=1000.0)
+    said, deadline = "", time.monotonic() + 20
+    with display:
+        for what in ("first batch", "probing"):
+            with display.busy(what):
+                while what not in said and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                    said += capsys.readouterr().err
+                time.sleep(0.05)
+        display.start(0)
+        while "first step" not in said and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+        time.sleep(0.05)
+    said += capsys.readouterr().err
+    assert [said.count(what) for what in ("first batch", "probing", "first step")] == [1, 1, 1]
+
+
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     display = ProgressDisplay(num_steps=4, steps_per_epoch=10, batch_size=8, visible=False, line_seconds=0.0)
     with display:
