@@ -82,6 +82,7 @@ class StepOutput:
     loss: Tensor
     metrics: Mapping[str, Tensor]  # stay on the device until logged
     carry: Mapping[str, Tensor]  # what after_step needs, batch first, e.g. the new memory rows
+    is_finite: Tensor | None = None  # [] bool: whether all gradients are; set by the update, which they decide
 
 
 def combine(outputs: Sequence[StepOutput]) -> StepOutput:

@@ -249,5 +249,6 @@ def _read_warnings(file: Path, remarks: _Remarks) -> tuple[TrainingWarning, ...]
 
 def _warning(values: Mapping[str, Any]) -> TrainingWarning | None:
     step, text = values.get("step"), values.get("warning")
-    text = text[:_LONGEST_WARNING] if isinstance(text, str) else None
-    return TrainingWarning(int(step), text) if _is_number(step) and text is not None else None
+    if not _is_number(step) or not isinstance(text, str):
+        return None
+    return TrainingWarning(int(step), text[:_LONGEST_WARNING])  # type: ignore[arg-type]

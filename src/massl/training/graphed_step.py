@@ -80,6 +80,7 @@ class GraphedStep:
                 output = self._step((self._staged(views) for views in parts), on_device, num_parts=num_parts)
             torch.cuda.current_stream().wait_stream(self._stream)
             return output
+        self._step.guard.begin()
         for part, views in enumerate(parts):
             self._stage(views)
             if len(self._parts) <= min(part, 1):

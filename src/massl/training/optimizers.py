@@ -73,6 +73,24 @@ def _decays(name: str, parameter: nn.Parameter, decayed: str) -> bool:
 class PortableState(Optimizer):
     """An optimizer whose saved state leaves out the values of this device and step: learning rate, `capturable`."""
 
+    _norms: Tensor | None = None  # of this step's gradients
+    _is_finite: Tensor | None = None
+
+    def gradients_are_finite(self) -> Tensor:  # -> [] bool, on the device: the host does not wait
+        """Whether every gradient is finite. `step` uses the norms that this takes."""
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not gradients:
+            return torch.ones((), dtype=torch.bool)
+        self._norms = torch.stack(torch._foreach_norm(gradients))
+        self._is_finite = self._norms.isfinite().all()
+        return self._is_finite
+
+    def _take_norms(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Norms [N] of all gradients, and whether they are finite where `gradients_are_finite` was asked."""
+        norms, is_finite = self._norms, self._is_finite
+        self._norms = self._is_finite = None
+        return (torch.stack(torch._foreach_norm(gradients)) if norms is None else norms), is_finite
+
     def portable_state(self) -> dict[str, Any]:
         state = self.state_dict()
         own = ("lr", "capturable")
@@ -112,21 +130,35 @@ class DecayedAdamW(PortableState, AdamW):
         gradients = [parameter.grad for parameter in parameters]
         states = [self.state[parameter] for parameter in parameters if self.state[parameter]]
         averages = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
-        if fits_update_kernels([*parameters, *gradients, *averages]):
-            self._step_by_kernel(parameters, gradients, [decays for _, decays in pairs])
+        if not gradients:
             return
-        clip_each_gradient(parameters, self._clip_norm)
+        norms, is_finite = self._take_norms(gradients)
+        if fits_update_kernels([*parameters, *gradients, *averages]):
+            self._step_by_kernel(parameters, gradients, [decays for _, decays in pairs], norms, is_finite)
+            return
+        clip_each_gradient(parameters, self._clip_norm, norms)
         shrink = 1.0 - self._hyper.learning_rate * self._hyper.weight_decay
         if decayed := [parameter for parameter, decays in pairs if decays]:
             torch._foreach_mul_(decayed, shrink.float() if isinstance(shrink, Tensor) else shrink)
         super().step(closure)
 
-    def _step_by_kernel(self, parameters: list[nn.Parameter], gradients: list[Tensor], decays: list[bool]) -> None:
+    def _step_by_kernel(
+        self,
+        parameters: list[nn.Parameter],
+        gradients: list[Tensor],
+        decays: list[bool],
+        norms: Tensor,
+        is_finite: Tensor | None,
+    ) -> None:
+        """If gradients are not finite, the kernel changes nothing."""
         from massl.ops.kernels.update import clipped_adamw_  # imported here: needs Triton, which only GPU builds have
 
-        states = [self._state_of(parameter) for parameter in parameters]
+        states = [self.state_of(parameter) for parameter in parameters]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1.0)
+        if is_finite is None:
+            torch._foreach_add_(steps, 1.0)
+        else:
+            torch._foreach_add_(steps, is_finite.float())
         group = self.param_groups[0]  # betas and epsilon are the same in all groups
         clipped_adamw_(
             parameters,
@@ -134,16 +166,17 @@ class DecayedAdamW(PortableState, AdamW):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             steps,
-            torch.stack(torch._foreach_norm(gradients)) if self._clip_norm > 0.0 else None,
+            norms if self._clip_norm > 0.0 else None,
             decays,
             learning_rate=self._hyper.learning_rate,
             weight_decay=self._hyper.weight_decay,
             betas=group["betas"],
             epsilon=group["eps"],
             max_norm=self._clip_norm,
+            applies=is_finite,
         )
 
-    def _state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state of a parameter; before its first step it is created as torch would."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
@@ -168,11 +201,16 @@ class DecayedSGD(PortableState, SGD):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            parameters: list[Tensor] = [parameter for parameter in group["params"] if parameter.grad is not None]
+        of_groups = [[p for p in group["params"] if p.grad is not None] for group in self.param_groups]
+        if not any(of_groups):
+            return
+        norms, _ = self._take_norms([parameter.grad for parameters in of_groups for parameter in parameters])
+        for group, parameters, own in zip(
+            self.param_groups, of_groups, torch.split(norms, [len(some) for some in of_groups]), strict=True
+        ):
             if not parameters:
                 continue
-            clip_each_gradient(group["params"], self._clip_norm)
+            clip_each_gradient(parameters, self._clip_norm, own)
             gradients: list[Tensor] = [parameter.grad for parameter in parameters if parameter.grad is not None]
             rate, decay = (
                 torch.as_tensor(value, dtype=torch.float32, device=parameters[0].device)
@@ -180,24 +218,29 @@ class DecayedSGD(PortableState, SGD):
             )
             if group["decays"]:
                 torch._foreach_add_(gradients, list(torch._foreach_mul(parameters, decay)))
-            sums = [self._running_sum(parameter) for parameter in parameters]
+            sums = [self.state_of(parameter)["momentum_buffer"] for parameter in parameters]
             torch._foreach_mul_(sums, group["momentum"])
             torch._foreach_add_(sums, gradients)
             torch._foreach_sub_(parameters, list(torch._foreach_mul(sums, rate)))
 
-    def _running_sum(self, parameter: Tensor) -> Tensor:
+    def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter; it is created before its first step."""
         state: dict[str, Tensor] = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)  # the first sum is then the gradient, as in torch
-        return state["momentum_buffer"]
+        return state
 
 
 @torch.no_grad()
-def clip_each_gradient(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
-    """Scale each gradient tensor to an L2 norm of at most `max_norm`, as the authors do; the host does not wait."""
+def clip_each_gradient(parameters: Iterable[nn.Parameter], max_norm: float, norms: Tensor | None = None) -> None:
+    """Scale each gradient tensor to an L2 norm of at most `max_norm`, as the authors do; the host does not wait.
+
+    `norms` [N] are those of the gradients, if they are known.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients or max_norm == 0.0:
         return
-    norms = torch.stack(torch._foreach_norm(gradients))
+    if norms is None:
+        norms = torch.stack(torch._foreach_norm(gradients))
     factors = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, list(factors.unbind()))

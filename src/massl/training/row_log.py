@@ -52,7 +52,7 @@ class RowLog:
             row = row | self._measure(self._probe, int(row["step"]), hyper, between_batches)
             self.unprobed = None
             if self._file is not None and row["step"] > self._settling_steps:
-                self._warn(self._file, row, num_queries=self._probe.num_queries)
+                self._judge(self._file, row, num_queries=self._probe.num_queries)
         if self._file is not None:
             self._file.write(row)
             if "effective_rank" in row:
@@ -73,7 +73,12 @@ class RowLog:
                 f"the features after step {step} are not finite", step=step, indices=self._watch.last_indices
             ) from None
 
-    def _warn(self, file: MetricsLog, row: dict[str, float], *, num_queries: int) -> None:
+    def _judge(self, file: MetricsLog, row: dict[str, float], *, num_queries: int) -> None:
         for warning in warnings_of(self._method, row, before=file.probed, num_queries=num_queries):
-            self._display.warn(warning)
-            file.warn(int(row["step"]), warning)
+            self.warn(int(row["step"]), warning)
+
+    def warn(self, done: int, warning: str) -> None:
+        """Show a warning and keep it in the run folder."""
+        self._display.warn(warning)
+        if self._file is not None:
+            self._file.warn(done, warning)

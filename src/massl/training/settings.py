@@ -27,6 +27,9 @@ class TrainerSettings(Settings):
         default=True, description="record the step once and replay it, faster than Python; one process on a GPU only"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: a GPU if available")
+    skip_bad_steps: int = Field(
+        default=0, ge=0, description="steps whose loss or gradients are not finite to leave out before the run stops"
+    )
     log_every_steps: int = Field(default=50, gt=0, description="steps between rows of metrics.jsonl")
     checkpoint_every_steps: int = Field(default=1000, gt=0, description="steps between checkpoints")
     keep_checkpoints: int = Field(default=2, gt=0, description="how many of the newest checkpoints to keep")

@@ -2,15 +2,17 @@
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from massl import distributed
 from massl.data.views import ViewBatch
 from massl.methods.base import Method, StepHyper, StepOutput, combine
 from massl.training.optimizers import DecayedAdamW, DecayedSGD
+from massl.training.step_guard import StepGuard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +23,16 @@ class TrainingStep:
     bf16: bool
     device: torch.device
 
+    @cached_property
+    def guard(self) -> StepGuard:
+        return StepGuard(self.method, self.optimizer, on_device=self.device.type != "cpu")
+
     def __call__(self, parts: Iterable[ViewBatch], hyper: StepHyper, *, num_parts: int) -> StepOutput:
         """Forward and backward of each equal part of the batch, one optimizer step, then update teacher and memory.
 
         `parts` may be a generator, so that only one part's views are in memory at a time; hence `num_parts`.
         """
+        self.guard.begin()
         outputs = [
             self.forward_backward(views, hyper, num_parts=num_parts, is_last=part == num_parts - 1)
             for part, views in enumerate(parts)
@@ -36,18 +43,30 @@ class TrainingStep:
         """Add the gradients of one part of the batch."""
         with contextlib.nullcontext() if is_last else distributed.without_sync(self.parallel):
             output = self.forward(views, hyper)
-            (output.loss / num_parts).backward()  # type: ignore[no-untyped-call]
+            (output.loss / num_parts).backward(one_if_finite(output))  # type: ignore[no-untyped-call]
         return output
 
     def update(self, outputs: Sequence[StepOutput], hyper: StepHyper) -> StepOutput:
-        """Step the optimizer, clear the gradients, then update teacher and memory."""
+        """Step the optimizer, clear the gradients, then update teacher and memory.
+
+        Nothing is updated if a gradient is not finite; the output says so. Ranks agree: they have the same gradients.
+        """
         for parameter in self.method.frozen(hyper.epoch):
             parameter.grad = None  # not zero: without a gradient AdamW skips decay and running averages too
+        is_finite = self.optimizer.gradients_are_finite()
+        combined = replace(combine(outputs), is_finite=is_finite)
+        if not self.guard.on_device and not is_finite:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.guard.restore()
+            return combined
+        if self.guard.on_device:
+            hyper = self.guard.protect(hyper, is_finite)
         self.optimizer.set_hyper(hyper)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        combined = combine(outputs)
         self.method.after_step(combined, hyper)
+        if self.guard.on_device:
+            self.guard.restore(is_finite)
         return combined
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
@@ -57,3 +76,13 @@ class TrainingStep:
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+
+
+@torch.no_grad()
+def one_if_finite(output: StepOutput) -> Tensor:  # -> []
+    """The gradient that a backward pass starts with: NaN if the loss, or what `after_step` would keep, is not finite.
+
+    So every fault shows in the gradients, which ranks share, and no rank updates alone.
+    """
+    values = [output.loss.float(), *(value.float().sum() for value in output.carry.values())]
+    return torch.where(torch.stack(values).isfinite().all(), 1.0, torch.nan).to(output.loss.dtype)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from massl import distributed
-from massl.config import MasslError, RecipeError
+from massl.config import RecipeError
 from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.views import ViewBatch, ViewSettings
 from massl.methods.base import Method, StepHyper, StepOutput, combine
+from massl.training.bad_steps import BadSteps, origin_in
 from massl.training.checkpoint import CheckpointStore
 from massl.training.execution import choose_execution
 from massl.training.graphed_step import GraphedStep
@@ -26,10 +27,6 @@ from massl.training.step import TrainingStep
 from massl.training.stop_request import StepAbandoned, StopRequest
 from massl.training.view_maker import ViewMaker
 from massl.weights.io import BACKBONE_FILE, backbone_bytes
-
-
-class TrainingStopped(MasslError, RuntimeError):
-    """Training cannot continue; the message says what was saved and what to try."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +52,7 @@ class Trainer:
         folder: RunFolder,
         device: torch.device,
     ) -> None:
-        parts = distributed.world_size() * settings.accumulation_steps
-        if settings.batch_size % parts:
-            raise RecipeError(
-                f"trainer.batch_size {settings.batch_size} cannot be split over {distributed.world_size()} processes x "
-                f"{settings.accumulation_steps} accumulation steps; make it a multiple of {parts}"
-            )
+        _require_even_parts(settings)
         self.settings, self.views, self.schedules, self.folder, self.device = settings, views, schedules, folder, device
         self.loader, self.probe, self.crop_ratio = loader, probe, crop_ratio
         self.method = method.to(device).train()
@@ -81,10 +73,11 @@ class Trainer:
             bf16=settings.precision == "bf16",
             device=device,
         )
-        self.step = GraphedStep(step) if self.execution.cuda_graph else step
+        self._plain_step, self.step = step, GraphedStep(step) if self.execution.cuda_graph else step
         self._make_views = ViewMaker(views, seed=settings.seed, bf16=settings.precision == "bf16", device=device)
         self.store = CheckpointStore(folder.checkpoints, settings.keep_checkpoints)
-        self.watch = LossWatch(device)
+        self.bad_steps = BadSteps(folder, loader, allowed=settings.skip_bad_steps, origin_of=self._origin_of)
+        self.watch = LossWatch(device, on_bad=lambda error: self.bad_steps.add(error, warn=self.rows.warn))
         self.end_step = min(settings.max_steps or schedules.num_steps, schedules.num_steps)
         self.display = ProgressDisplay(
             num_steps=self.end_step,
@@ -121,7 +114,7 @@ class Trainer:
                 except StepAbandoned as abandoned:
                     return self._after_abandoned(abandoned)
         except NonFiniteLoss as error:
-            raise self._explain(error) from error
+            raise self.bad_steps.explained(error, steps_saved=self.store.steps()) from error
         finally:
             self.rows.close()
             self.loader.close()
@@ -185,8 +178,15 @@ class Trainer:
             for buffer, before in buffers:
                 buffer.copy_(before)
             raise
-        self.watch.push(int(hyper.step), output.loss, images.indices)
+        self.watch.push(int(hyper.step), output.loss, images.indices, is_finite=output.is_finite)
         return output
+
+    def _origin_of(self, step: int) -> str:
+        """Repeat a step that was not finite, to name the first layer that is not."""
+        hyper, num_parts = self.schedules.at(step), self.settings.accumulation_steps
+        with self.display.busy(f"repeating step {step} to name the layer"):
+            images = self.loader.at(step)
+            return origin_in(self._plain_step, lambda: self._view_parts(images, hyper), hyper, num_parts=num_parts)
 
     def _view_parts(self, images: ImageBatch, hyper: StepHyper) -> Iterator[ViewBatch]:
         """The views of each part of the batch. A generator: only one part's views are in memory at a time."""
@@ -225,7 +225,8 @@ class Trainer:
                 images = self.loader.at(0)
             with torch.compiler.set_stance("force_eager"):
                 output = combine([self.step.forward(views, hyper) for views in self._view_parts(images, hyper)])
-        self.watch.push(0, output.loss, images.indices)
+        if self.settings.skip_bad_steps == 0:  # otherwise it is judged as the first step
+            self.watch.push(0, distributed.mean_over_ranks(output.loss.detach()), images.indices)
         self._log(output, hyper, 0, images_per_second=0.0, probe=True)
         self.stop.abandon_if_agreed(0, now=True)
 
@@ -241,6 +242,7 @@ class Trainer:
             "images_per_second": round(images_per_second, 1),
             **self._peak_memory(),
             **{name: float(distributed.mean_over_ranks(value)) for name, value in output.metrics.items()},
+            **({"skipped_steps": len(self.bad_steps.skipped)} if self.bad_steps.skipped else {}),
         }
         self._write_row(row, hyper, probe=probe)
 
@@ -267,6 +269,8 @@ class Trainer:
             }
             if self.rows.unprobed is not None:
                 state["unprobed"] = self.rows.unprobed
+            if self.bad_steps.skipped:
+                state["skipped_steps"] = self.bad_steps.skipped
             backbone, mean, std = self.method.backbone_to_evaluate(), self.views.mean, self.views.std
             arguments, size, ratio = backbone.timm_arguments, self.views.global_size, self.crop_ratio
             content = backbone_bytes(
@@ -289,7 +293,7 @@ class Trainer:
             )
         self.method.load_state_dict(state["method"])
         self.optimizer.load_portable_state(state["optimizer"])
-        self.rows.unprobed = state.get("unprobed")
+        self.rows.unprobed, self.bad_steps.skipped = state.get("unprobed"), list(state.get("skipped_steps", []))
         step = int(state["step"])
         if step == 0:  # weights to start from, nothing is trained yet
             return None
@@ -297,12 +301,11 @@ class Trainer:
             self.display.say(f"continuing at step {step} of {self.end_step}")
         return step
 
-    def _explain(self, error: NonFiniteLoss) -> TrainingStopped:
-        name = f"nonfinite_step_{error.step}_rank_{distributed.rank()}.json"
-        path = self.folder.write_json(name, {"step": error.step, "images": self.loader.image_keys(error.indices)})
-        steps = self.store.steps()
-        last = f"The last good checkpoint, step {steps[-1]}, is untouched" if steps else "There is no checkpoint yet"
-        return TrainingStopped(
-            f"{error}: training stopped. {last}; the images of that step are listed in {path}. Try a lower "
-            "optimizer.learning_rate, a warm-up (optimizer.warmup_epochs) or trainer.precision fp32, in a new --output."
+
+def _require_even_parts(settings: TrainerSettings) -> None:
+    parts = distributed.world_size() * settings.accumulation_steps
+    if settings.batch_size % parts:
+        raise RecipeError(
+            f"trainer.batch_size {settings.batch_size} cannot be split over {distributed.world_size()} processes x "
+            f"{settings.accumulation_steps} accumulation steps; make it a multiple of {parts}"
         )

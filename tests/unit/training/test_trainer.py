@@ -19,6 +19,7 @@ from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper, StepOutput
 from massl.methods.massl import MaSSL
 from massl.training import probes
+from massl.training.bad_steps import TrainingStopped
 from massl.training.checkpoint import load_checkpoint
 from massl.training.metrics_log import TIMING_KEYS, read_metrics
 from massl.training.probes import Probe
@@ -27,7 +28,7 @@ from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.settings import TrainerSettings
 from massl.training.stop_request import StepAbandoned
-from massl.training.trainer import FitResult, Trainer, TrainingStopped
+from massl.training.trainer import FitResult, Trainer
 
 SOURCE = ArraySource(
     name="noise",
@@ -373,7 +374,11 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_its_images(tmp_path: P
         fit(tmp_path, method_type=Faulty, trainer__checkpoint_every_steps=3)
     named = json.loads((tmp_path / "nonfinite_step_4_rank_0.json").read_text())
     order = EpochOrder(num_images=len(SOURCE), batch_size=8, seed=0)
-    assert named == {"step": 4, "images": [f"noise/{index}" for index in order.at(4).tolist()]}
+    assert named == {
+        "step": 4,
+        "origin": "the first that is not finite is the loss",
+        "images": [f"noise/{index}" for index in order.at(4).tolist()],
+    }
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000000003.pt"]
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 

@@ -33,8 +33,8 @@ from massl.files import write_atomically
 from massl.reports.ablation.documents import ablation_document, ablation_values
 from massl.reports.ablation.records import ABLATIONS, AblationName, AblationReport, RunOutcome, report_of, table_of
 from massl.reports.ablation.trends import sentences_of
+from massl.training.bad_steps import TrainingStopped
 from massl.training.run_folder import RunFolder
-from massl.training.trainer import TrainingStopped
 
 _NAME = "ablation"
 

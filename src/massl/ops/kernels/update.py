@@ -50,8 +50,9 @@ def _upload(
     *,
     steps: Sequence[Tensor] = (),
     flags: Sequence[bool] = (),
+    sizes: Sequence[int] | None = None,  # default: numbers of elements
 ) -> _Tables:
-    sizes = tuple(tensor.numel() for tensor in tensors[0])
+    sizes = tuple(tensor.numel() for tensor in tensors[0]) if sizes is None else tuple(sizes)
     addresses = [[tensor.data_ptr() for tensor in row] for row in tensors]
     rows = [sizes, *addresses]
     if steps:
@@ -114,12 +115,14 @@ def _adamw_block(
 
 @triton.jit
 def _clipped_adamw_kernel(
-    rows_ptr, chunks_ptr, numbers_ptr, rate_ptr, decay_ptr, norms_ptr, num_tensors,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CLIPS: tl.constexpr, ALIGNED: tl.constexpr,
+    rows_ptr, chunks_ptr, numbers_ptr, rate_ptr, decay_ptr, norms_ptr, applies_ptr, num_tensors,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CLIPS: tl.constexpr, GUARDED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.load(chunks_ptr + tl.program_id(0))
     tensor, first = chunk >> 32, (chunk & 0x7FFFFFFF) * CHUNK
     size = tl.load(rows_ptr + tensor)
+    if GUARDED:
+        size = tl.where(tl.load(applies_ptr) != 0, size, 0)  # of size 0, nothing is read or written
     # float64: 1 - beta2 in float32 would have a relative error of 1e-5.
     beta1, beta2 = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
     step = tl.load(_address(rows_ptr, 5, num_tensors, tensor, False)).to(tl.float64)
@@ -174,6 +177,7 @@ def clipped_adamw_(
     betas: tuple[float, float],
     epsilon: float,
     max_norm: float,
+    applies: Tensor | None = None,  # [] bool on the device; False: nothing is changed
 ) -> None:
     """AdamW (Loshchilov and Hutter, 2019) on gradients clipped tensor by tensor; the gradients are not changed."""
     device = parameters[0].device
@@ -191,8 +195,8 @@ def clipped_adamw_(
         tables.rows, tables.chunks, tables.numbers,
         learning_rate if _is_on(device, learning_rate) else tables.numbers[6:],
         weight_decay if _is_on(device, weight_decay) else tables.numbers[7:],
-        norms, len(parameters), CHUNK=_CHUNK, BLOCK=_BLOCK, CLIPS=max_norm > 0.0, ALIGNED=tables.are_aligned,
-        num_warps=_NUM_WARPS,
+        norms, applies, len(parameters), CHUNK=_CHUNK, BLOCK=_BLOCK, CLIPS=max_norm > 0.0,
+        GUARDED=applies is not None, ALIGNED=tables.are_aligned, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
@@ -234,3 +238,31 @@ def move_towards_(teachers: Sequence[Tensor], students: Sequence[Tensor], moment
             tables.rows, tables.chunks, momentum if given else tables.numbers, len(teachers),
             CHUNK=_CHUNK, BLOCK=_BLOCK, ALIGNED=tables.are_aligned, num_warps=_NUM_WARPS,
         )  # fmt: skip
+
+
+# ---- leaving a step out ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _restore_kernel(rows_ptr, chunks_ptr, keep_ptr, num_tensors, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    chunk = tl.load(chunks_ptr + tl.program_id(0))
+    tensor, first = chunk >> 32, (chunk & 0x7FFFFFFF) * CHUNK
+    size = tl.where(tl.load(keep_ptr) != 0, 0, tl.load(rows_ptr + tensor))
+    target_ptr = tl.load(rows_ptr + num_tensors + tensor).to(tl.pointer_type(tl.int32))
+    copy_ptr = tl.load(rows_ptr + 2 * num_tensors + tensor).to(tl.pointer_type(tl.int32))
+    for offset in range(0, CHUNK, BLOCK):
+        at = first + offset + tl.arange(0, BLOCK)
+        tl.store(target_ptr + at, tl.load(copy_ptr + at, mask=at < size), mask=at < size)
+
+
+def restore_unless_(keep: Tensor, targets: Sequence[Tensor], copies: Sequence[Tensor]) -> None:  # [] bool
+    """Each target <- its copy, bit for bit, if `keep` is False; otherwise no memory is touched.
+
+    Tensors of any type in whole words of 4 bytes, without gaps, laid out as their copies are.
+    """
+    sizes = [tensor.numel() * tensor.element_size() // 4 for tensor in targets]
+    tables = _upload([targets, copies], [], sizes=sizes)
+    if len(tables.chunks) > 0:
+        _restore_kernel[(len(tables.chunks),)](
+            tables.rows, tables.chunks, keep, len(targets), CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+        )

@@ -22,8 +22,8 @@ from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import MasslError, RecipeError, to_yaml
 from massl.methods.base import MethodSettings
 from massl.reports.ablation.records import AblationName, paper_points
+from massl.training.bad_steps import TrainingStopped
 from massl.training.run_folder import RunFolderError
-from massl.training.trainer import TrainingStopped
 
 SOURCE = "demo:train"
 
