@@ -311,30 +311,7 @@ def test_absurd_learning_rate_never_reaches_a_checkpoint(
         assert all(bool(value.isfinite().all()) for value in load_checkpoint(checkpoint)["method"].values())
 
 
-# Disk
-
-
-def test_full_disk_leaves_the_last_checkpoint_and_the_run_continues_after_space_is_made(
-    server: Any, runs: Any, recipe: Path, archive: Path, tmp_path: Path
-) -> None:
-    run, never_full = tmp_path / "run", tmp_path / "never_full"
-
-    def command(output: Path, max_steps: int) -> list[str | Path]:
-        options = ["--recipe", recipe, "--data.source", archive, "--output", output, "--probes.every_epochs", "0"]
-        return ["pretrain", *options, "--trainer.max_steps", str(max_steps)]
-
-    assert server.run(*command(run, 4)).status == 0
-    checkpoint = run / "checkpoints" / "step_000000004.pt"
-    before = checkpoint.read_bytes()
-    answer = server.run(*command(run, 12), limit_file_size=[len(before) // 2])
-    _assert_refused(answer, f"{run}/checkpoints/step_000000008.pt", "disk full", "step 4")
-    assert checkpoint.read_bytes() == before
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [checkpoint.name]
-    answer = server.run(*command(run, 12))
-    assert answer.status == 0
-    assert "continuing at step 4 of 12" in answer.text
-    assert server.run(*command(never_full, 12)).status == 0
-    runs.assert_bitwise_equal(run, never_full)
+# Disk (a full one within every file and command: tests/faults/disk_full.py)
 
 
 @pytest.mark.parametrize(
