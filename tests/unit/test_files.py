@@ -1,8 +1,13 @@
+import errno
+import os
+import stat
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from massl.files import is_leftover, replacing, write_atomically
+from massl.files import is_leftover, make_folder, remove_leftovers, replacing, write_atomically
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -37,3 +42,78 @@ def test_names_as_long_as_the_system_allows_can_be_written(tmp_path: Path) -> No
 
 def test_files_with_other_names_are_no_leftovers(tmp_path: Path) -> None:
     assert not any(is_leftover(tmp_path / name) for name in (".lock", "a.partial", ".hidden", "recipe.yaml"))
+
+
+@pytest.mark.parametrize("name", ["日" * 80 + ".html", os.fsdecode(b"\xff\xfe" * 100) + ".html"])
+def test_long_names_of_any_bytes_can_be_written(tmp_path: Path, name: str) -> None:
+    write_atomically(tmp_path / name, "page")
+    assert (tmp_path / name).read_text() == "page"
+
+
+def test_two_threads_that_write_the_same_file_do_not_meet(tmp_path: Path) -> None:
+    """Each writes its own temporary file; the file is one of the two, whole."""
+    path, both_have_begun, failures = tmp_path / "a.json", threading.Barrier(2), list[BaseException]()
+
+    def write(text: str) -> None:
+        try:
+            with replacing(path) as partial:
+                partial.write_text(text)
+                both_have_begun.wait(10)
+                assert partial.read_text() == text
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(letter * 1000,)) for letter in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert path.read_text() in ("a" * 1000, "b" * 1000)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_new_folders_are_flushed_to_the_disk_from_the_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed, fsync = list[int](), os.fsync
+
+    def spy(descriptor: int) -> None:
+        assert stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        flushed.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    make_folder(tmp_path / "a" / "b")
+    assert flushed == [tmp_path.stat().st_ino, (tmp_path / "a").stat().st_ino]
+    make_folder(tmp_path / "a" / "b")  # exists: nothing to do
+    assert len(flushed) == 2
+
+
+@pytest.mark.parametrize(("number", "is_raised"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_only_a_disk_that_fails_stops_a_write_at_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_raised: bool
+) -> None:
+    """Some network file systems cannot flush folders."""
+    fsync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if is_raised:
+        with pytest.raises(OSError, match="Input/output"):
+            write_atomically(tmp_path / "a", "new")
+    else:
+        write_atomically(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "new"
+
+
+def test_leftovers_of_killed_processes_are_removed_but_not_what_is_being_written(tmp_path: Path) -> None:
+    old, new, other = tmp_path / ".a.host-1-1.partial", tmp_path / ".a.host-2-2.partial", tmp_path / "a"
+    for path in (old, new, other):
+        path.write_text("half")
+    for path in (old, other):
+        os.utime(path, (time.time() - 7200,) * 2)
+    remove_leftovers(tmp_path)
+    assert sorted(tmp_path.iterdir()) == [new, other]

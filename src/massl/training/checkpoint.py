@@ -1,16 +1,17 @@
-"""Checkpoints: written atomically; the last few are kept, milestones for good."""
+"""Checkpoints: written atomically, with a digest; the last few are kept, milestones for good."""
 
 import re
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from massl.config import MasslError
-from massl.files import replacing
+from massl.digests import check_zip, seal_zip
+from massl.files import make_folder, replacing
 
 _NAME = re.compile(r"step_(\d{9})\.pt")
 
@@ -37,9 +38,11 @@ class CheckpointStore:
         """Write a checkpoint, then delete all but the last few and the multiples of `milestone_every` (0: none)."""
         path = self.path(step)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as partial, partial.open("wb") as file:
-                torch.save(dict(state), file)
+            make_folder(self.folder)
+            with replacing(path) as partial:
+                with partial.open("wb") as file:
+                    torch.save(dict(state), file)
+                seal_zip(partial)
         except (OSError, RuntimeError) as error:
             safe = self.steps()
             kept = f"The checkpoint of step {safe[-1]} is intact." if safe else "No earlier checkpoint exists."
@@ -47,24 +50,44 @@ class CheckpointStore:
                 f"could not write {path}: {_root_cause(error)}. Is the disk full? {kept} "
                 "Free some space and give the same command again to continue."
             ) from error
-        for old in self.steps()[: -self.keep_last]:
+        # those of later steps could not be read when the run continued: they do not count
+        for old in [other for other in self.steps() if other <= step][: -self.keep_last]:
             if not (milestone_every and old % milestone_every == 0):
                 self.path(old).unlink(missing_ok=True)
         return path
 
-    def load_latest(self, warn: Callable[[str], None]) -> dict[str, Any] | None:
-        """The newest readable checkpoint; unreadable ones are reported and skipped."""
+    def load_latest(
+        self, warn: Callable[[str], None], *, like: Mapping[str, Any] | None = None
+    ) -> dict[str, Any] | None:
+        """The newest usable checkpoint; those that are damaged, or lack what is in `like`, are reported and skipped."""
         steps = self.steps()
         for step in reversed(steps):
             try:
-                return load_checkpoint(self.path(step))
+                state = load_checkpoint(self.path(step))
+                if lacking := _lacking(state, like or {}):
+                    raise CheckpointError(f"the checkpoint {self.path(step)} lacks {lacking}")
+                return state
             except CheckpointError as error:
-                warn(str(error))
+                before = [other for other in steps if other < step]
+                warn(f"{error}. {f'Trying the one before, of step {before[-1]}' if before else 'There is none before'}")
         if steps:
             raise CheckpointError(
-                f"none of the {len(steps)} checkpoints in {self.folder} can be read; choose another --output"
+                f"none of the {len(steps)} checkpoints in {self.folder} can be used (see above); nothing was deleted. "
+                "Copy one back from a backup, or choose another --output to start anew"
             )
         return None
+
+
+def _lacking(state: Any, like: Any, name: str = "") -> str:
+    """The first entry of `like` that `state` does not have, or has with another type or shape; "" if there is none."""
+    if isinstance(like, Tensor):
+        return "" if isinstance(state, Tensor) and state.shape == like.shape else f"{name} of shape {[*like.shape]}"
+    if not isinstance(state, Mapping if isinstance(like, Mapping) else type(like)):
+        return name or "all entries"
+    if isinstance(like, Mapping):
+        inner = ((state.get(key), value, f"{name}.{key}".strip(".")) for key, value in like.items())
+        return next(filter(None, (_lacking(*each) for each in inner)), "")
+    return ""
 
 
 def _root_cause(error: BaseException) -> BaseException:
@@ -75,11 +98,7 @@ def _root_cause(error: BaseException) -> BaseException:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Tensors and plain values only: nothing in the file is executed."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            # torch.load does not verify checksums: a block of zeros would load without an error
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise OSError(f"{damaged} is damaged")
+        check_zip(path)
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises anything for a damaged file: KeyError, UnicodeDecodeError, ...
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error

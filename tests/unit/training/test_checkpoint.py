@@ -1,7 +1,9 @@
 import errno
 import os
 import pickle
+import re
 import resource
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +94,13 @@ def test_the_target_is_replaced_only_when_everything_is_on_disk(
     fsync, replace = os.fsync, Path.replace
 
     def spy_fsync(descriptor: int) -> None:
-        assert os.fstat(descriptor).st_size == 3  # flushed before
-        events.append("fsync")
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            assert os.path.samestat(os.fstat(descriptor), tmp_path.stat())
+            assert target.read_bytes() == b"new"
+            events.append("fsync of the folder")
+        else:
+            assert os.fstat(descriptor).st_size == 3  # flushed before
+            events.append("fsync")
         fsync(descriptor)
 
     def spy_replace(path: Path, other: Path) -> Path:
@@ -104,7 +111,7 @@ def test_the_target_is_replaced_only_when_everything_is_on_disk(
     monkeypatch.setattr(os, "fsync", spy_fsync)
     monkeypatch.setattr(Path, "replace", spy_replace)
     write_atomically(target, b"new")
-    assert events == ["fsync", "replace"]
+    assert events == ["fsync", "replace", "fsync of the folder"]
     assert target.read_bytes() == b"new"
 
 
@@ -199,3 +206,98 @@ def test_tensors_come_back_on_the_cpu_and_a_missing_file_is_an_error_of_ours(tmp
     assert load_checkpoint(store.path(3))["method"]["weight"].device.type == "cpu"
     with pytest.raises(CheckpointError, match="cannot read the checkpoint"):
         load_checkpoint(store.path(4))
+
+
+LIKE = {"step": 0, "method": {"weight": torch.zeros(1000)}, "optimizer": {"state": {}, "betas": ()}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"method": None}, "method"),
+        ({"step": None}, "step"),
+        ({"step": "20"}, "step"),
+        ({"method": {}}, "method.weight"),
+        ({"method": {"weight": torch.zeros(3)}}, r"method.weight of shape \[1000\]"),
+        ({"optimizer": {"state": {}}}, "optimizer.betas"),
+    ],
+)
+def test_a_newest_checkpoint_that_lacks_something_is_reported_and_the_one_before_is_taken(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    store = store_with(tmp_path, 10)
+    content = {key: value for key, value in {**state(20), **changes}.items() if value is not None}
+    store.save(20, content, milestone_every=0)
+    warnings: list[str] = []
+    loaded = store.load_latest(warnings.append, like=LIKE)
+    assert loaded is not None
+    assert loaded["step"] == 10
+    assert len(warnings) == 1
+    assert re.search(rf"{store.path(20)} lacks {named}.*step 10", warnings[0])
+
+
+def test_a_checkpoint_that_is_no_dictionary_is_skipped_too(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 10)
+    torch.save([1, 2], store.path(20))
+    warnings: list[str] = []
+    loaded = store.load_latest(warnings.append, like=LIKE)
+    assert loaded is not None
+    assert loaded["step"] == 10
+
+
+def test_if_no_checkpoint_can_be_used_none_is_deleted(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 10, 20)
+    contents = {}
+    for step, damage in ((10, b"\1"), (20, b"")):
+        store.path(step).write_bytes(store.path(step).read_bytes()[:-1] + damage)
+        contents[step] = store.path(step).read_bytes()
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* nothing was deleted"):
+        store.load_latest(lambda message: None, like=LIKE)
+    assert {step: store.path(step).read_bytes() for step in store.steps()} == contents
+
+
+def test_a_bit_that_torch_takes_for_a_folder_is_noticed(tmp_path: Path) -> None:
+    """With this bit torch.load returns whatever is in memory."""
+    store = store_with(tmp_path, 10, 20)
+    path = store.path(20)
+    content = bytearray(path.read_bytes())
+    entry = content.index(b"archive/data/0", content.index(b"PK\1\2")) - 46
+    content[entry + 38] |= 0x10
+    path.write_bytes(content)
+    warnings: list[str] = []
+    loaded = store.load_latest(warnings.append)
+    assert loaded is not None
+    assert loaded["step"] == 10
+    assert str(path) in warnings[0]
+
+
+def test_checkpoints_without_a_digest_are_read_and_their_damage_is_noticed(tmp_path: Path) -> None:
+    """As written by older versions."""
+    store = store_with(tmp_path, 10)
+    with store.path(20).open("wb") as file:
+        torch.save(state(20), file)
+    loaded = store.load_latest(no_warning)
+    assert loaded is not None
+    assert loaded["step"] == 20
+    content = store.path(20).read_bytes()
+    at = content.index(torch.full((1000,), 20.0).numpy().tobytes())
+    store.path(20).write_bytes(content[:at] + b"\1" + content[at + 1 :])
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_checkpoint(store.path(20))
+
+
+def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
+    first, second = (store_with(tmp_path / name, 7).path(7).read_bytes() for name in ("a", "b"))
+    assert first == second
+    loaded = load_checkpoint(tmp_path / "a" / "checkpoints" / "step_000000007.pt")
+    again = CheckpointStore(tmp_path / "c", 2).save(7, loaded, milestone_every=0)
+    assert again.read_bytes() == first
+
+
+def test_the_checkpoint_just_written_is_not_deleted_for_a_damaged_later_one(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 10, 30, keep_last=1, milestone_every=10)
+    store.path(30).write_bytes(b"damaged")
+    store.save(25, state(25), milestone_every=10)
+    assert store.steps() == [10, 25, 30]
+    store.save(35, state(35), milestone_every=10)
+    assert store.steps() == [10, 30, 35]

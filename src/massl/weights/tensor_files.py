@@ -1,0 +1,36 @@
+"""Tensors in .safetensors files that carry a digest: written whole or not at all, checked when they are read."""
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+from safetensors import safe_open
+from torch import Tensor
+
+from massl.digests import DIGEST_TO_COME, check_digest, seal_safetensors
+from massl.files import make_folder, replacing
+
+
+def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """The content of a file: always the same for the same tensors and metadata."""
+    content = bytearray(safetensors.torch.save(dict(tensors), {**metadata, "digest": DIGEST_TO_COME}))
+    seal_safetensors(content)
+    return bytes(content)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """The same as a file; its folder is created. Raises OSError or SafetensorError."""
+    make_folder(path.parent)
+    with replacing(path) as partial:
+        safetensors.torch.save_file(dict(tensors), partial, {**(metadata or {}), "digest": DIGEST_TO_COME})
+        with partial.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+            seal_safetensors(content)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors and metadata of a file. Raises OSError (DamagedFile if its digest is wrong) or SafetensorError."""
+    check_digest(path)  # files of other projects and older versions have none
+    with safe_open(path, framework="pt") as file:  # from the page cache: the disk was read just now
+        metadata: dict[str, str] = file.metadata() or {}
+        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118

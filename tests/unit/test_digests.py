@@ -1,0 +1,121 @@
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from massl import digests
+from massl.digests import DIGEST_TO_COME, DamagedFile, check_digest, check_zip, seal_safetensors, seal_zip
+
+
+def sealed_arrays(path: Path, *, num_values: int = 1000) -> Path:
+    arrays = {"rows": np.arange(num_values, dtype=np.float32), "names": np.frombuffer("é\n日".encode(), dtype=np.uint8)}
+    metadata = {"digest": DIGEST_TO_COME, "about": 'a "name" of 日 \n \x01', "zeta": "1"}
+    content = bytearray(safetensors.numpy.save(arrays, metadata))
+    seal_safetensors(content)
+    path.write_bytes(content)
+    return path
+
+
+def sealed_zip(path: Path, *, num_values: int = 1000) -> Path:
+    with path.open("wb") as file:
+        torch.save({"weight": torch.arange(num_values), "step": 3}, file)
+    seal_zip(path)
+    return path
+
+
+SEALED = pytest.mark.parametrize("write", [sealed_arrays, sealed_zip])
+
+
+@SEALED
+@pytest.mark.parametrize("num_values", [1, 100_000])
+def test_what_was_written_matches_its_digest(tmp_path: Path, write: object, num_values: int) -> None:
+    assert callable(write)
+    assert check_digest(write(tmp_path / "a", num_values=num_values))
+
+
+@SEALED
+def test_blocks_do_not_change_the_verdict(tmp_path: Path, write: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(write)
+    monkeypatch.setattr(digests, "_BLOCK", 64)  # many threads' worth of blocks
+    path = write(tmp_path / "a")
+    assert check_digest(path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x40
+    path.write_bytes(content)
+    with pytest.raises(DamagedFile):
+        check_digest(path)
+
+
+@SEALED
+def test_equal_content_gives_equal_files(tmp_path: Path, write: object) -> None:
+    assert callable(write)
+    assert len({write(tmp_path / str(number)).read_bytes() for number in range(10)}) == 1
+
+
+def test_every_changed_byte_of_a_checkpoint_is_found_or_harmless(tmp_path: Path) -> None:
+    path = sealed_zip(tmp_path / "a.pt", num_values=3)
+    intact = path.read_bytes()
+    for at in range(len(intact)):
+        content = bytearray(intact)
+        content[at] ^= 1 << (at % 8)
+        path.write_bytes(content)
+        with pytest.raises((DamagedFile, zipfile.BadZipFile)):
+            check_zip(path)
+
+
+def test_every_changed_byte_of_an_array_file_is_found_or_harmless(tmp_path: Path) -> None:
+    path = sealed_arrays(tmp_path / "a.safetensors", num_values=3)
+    intact, expected = path.read_bytes(), safetensors.numpy.load(path.read_bytes())["rows"]
+    unnoticed = 0
+    for at in range(len(intact)):
+        content = bytearray(intact)
+        content[at] ^= 1 << (at % 8)
+        path.write_bytes(content)
+        try:
+            if check_digest(path):
+                raise AssertionError(f"byte {at} was not noticed")
+            found = safetensors.numpy.load(bytes(content))  # the mark itself is hit: read as an older file
+        except (DamagedFile, safetensors.SafetensorError):
+            continue
+        assert np.array_equal(found["rows"], expected)
+        unnoticed += 1
+    assert unnoticed <= len("massl-sha256:")
+
+
+def test_a_sealed_checkpoint_is_still_a_zip_file_that_torch_opens(tmp_path: Path) -> None:
+    path = sealed_zip(tmp_path / "a.pt")
+    assert zipfile.ZipFile(path).testzip() is None
+    assert torch.equal(torch.load(path, weights_only=True)["weight"], torch.arange(1000))
+    assert torch.equal(torch.load(path, weights_only=True, mmap=True)["weight"], torch.arange(1000))
+
+
+def test_files_without_a_digest_are_not_checked(tmp_path: Path) -> None:
+    safetensors.numpy.save_file({"rows": np.zeros(3)}, tmp_path / "a.safetensors")
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "a.pt")
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "short").write_bytes(b"PK\3\4")
+    (tmp_path / "text").write_bytes(b"massl-sha256:" * 10)
+    assert not any(check_digest(path) for path in tmp_path.iterdir())
+    check_zip(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_an_entry_that_claims_to_be_a_folder_is_refused(tmp_path: Path, is_sealed: bool) -> None:
+    """torch.load would leave the tensor's memory as it happened to be."""
+    path = tmp_path / "a.pt"
+    with path.open("wb") as file:
+        torch.save({"weight": torch.arange(1000)}, file)
+    if is_sealed:
+        seal_zip(path)
+    content = bytearray(path.read_bytes())
+    entry = content.index(b"PK\1\2", content.index(b"PK\1\2") + 4)
+    while content[entry + 46 : entry + 46 + 14] != b"archive/data/0":
+        entry = content.index(b"PK\1\2", entry + 4)
+    content[entry + 38] |= 0x10  # external attributes: a directory of DOS
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)  # without a word
+    with pytest.raises(DamagedFile):
+        check_zip(path)
