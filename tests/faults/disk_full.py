@@ -221,7 +221,7 @@ def _says_full(error: Exception) -> bool:
 def full_within_a_command(case: Case) -> None:
     """A clear line and status 1, nothing that was there changed; with room again, the result of a disk never full."""
     name = case.pick(list(_COMMANDS))
-    world, work = _world(), case.folder / "work"
+    world, work = disk_world(), case.folder / "work"
     shutil.copytree(world / "before", work)
     before = _contents(work)
     written = _contents(world / "after" / name)
@@ -307,10 +307,10 @@ _COMMANDS: dict[str, Callable[[Path, Path], list[str | Path]]] = {
 
 
 def _trained() -> Path:
-    return _world() / "before" / "run"
+    return disk_world() / "before" / "run"
 
 
-def _world() -> Path:
+def disk_world() -> Path:
     """before/run: a run of 4 steps; after/COMMAND: the same after a command on a disk that was never full."""
     return made_once("disk full", _make_world)
 

@@ -38,8 +38,8 @@ def kill_with_processes(case: Case) -> None:
 
 
 def _kill_and_continue(case: Case, worker_kind: str) -> None:
-    reference, run = _reference(), case.folder / "run"
-    command = _command(reference.parent, run, worker_kind)
+    reference, run = kill_reference(), case.folder / "run"
+    command = kill_command(reference.parent, run, worker_kind)
     for kill in range(1 + int(case.random.random() < 0.25)):  # one run in four is killed again
         kind = _KINDS[(case.number + kill) % len(_KINDS)]
         answer = _run_killed(case, kind, command, run, reference)
@@ -87,11 +87,11 @@ def _newest_step(run: Path) -> int:
     return max((int(path.stem.rpartition("_")[2]) for path in (run / "checkpoints").glob("step_*.pt")), default=0)
 
 
-def _command(world: Path, run: Path, worker_kind: str) -> list[str | Path]:
+def kill_command(world: Path, run: Path, worker_kind: str) -> list[str | Path]:
     return ["pretrain", "--recipe", world / "recipe.yaml", "--output", run, "--data.worker_kind", worker_kind]
 
 
-def _reference() -> Path:
+def kill_reference() -> Path:
     """A run that was never killed, on PNG files, one of them damaged: threads, decoding and a stand-in take part."""
     return made_once("kills", _make_reference) / "run"
 
@@ -108,6 +108,6 @@ def _make_reference(folder: Path) -> None:
         "trainer": TINY_RECIPE["trainer"] | {"epochs": 2, "checkpoint_every_steps": 2},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [*_command(folder, folder / "run", "threads"), "--data.source", folder / "photos"]
+    command = [*kill_command(folder, folder / "run", "threads"), "--data.source", folder / "photos"]
     answer = server().run(*command, count_events=[str(folder / "num_events")])
     assert answer.status == 0, answer.text
