@@ -67,10 +67,11 @@ class SkippedImages:
         self._console = console
         self._named: set[str] = set()
 
-    def add(self, message: str) -> None:
-        """`message`: the image's key and the reason."""
-        if message not in self._named:
-            self._named.add(message)
+    def add(self, message: str, source_name: str = "") -> None:
+        """`message`: the image's key and the reason. A file that two sources share is counted once."""
+        place = str(Path(source_name).absolute() / message)  # keys of a folder are paths within it
+        if place not in self._named:
+            self._named.add(place)
             print_line(self._console, f"warning: skipped an unreadable image: {message}", style="yellow")
 
     def print_total(self) -> None:

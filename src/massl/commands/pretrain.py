@@ -170,7 +170,15 @@ def _build(
         method = build_method(recipe.method, recipe.backbone, seed=seed)
         _check_views(recipe, method)
     cache = ImageCache(max_gib=recipe.data.cache_gib) if recipe.data.cache_gib > 0 else None
-    loader = _open_loader(recipe, source, order, cache, device, on_skip=skipped.add, on_note=cautions.add)
+    loader = _open_loader(
+        recipe,
+        source,
+        order,
+        cache,
+        device,
+        on_skip=lambda message: skipped.add(message, source.name),
+        on_note=cautions.add,
+    )
     as_before = folder.data is not None and folder.data.as_before
     return Trainer(
         recipe.trainer,
@@ -192,7 +200,7 @@ def _open_probe(
     device: torch.device,
     console: Console,
     *,
-    on_skip: Callable[[str], None],
+    on_skip: Callable[[str, str], None],
     as_before: bool,
 ) -> Probe | None:
     if recipe.probes.every_epochs == 0:

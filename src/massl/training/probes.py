@@ -64,7 +64,7 @@ class Probe:
         seed: int,
         device: torch.device,
         cache: ImageCache | None = None,
-        on_skip: Callable[[str], None],
+        on_skip: Callable[[str, str], None],  # message, name of the source
         as_before: bool = False,
     ) -> None:
         """`as_before`: open the labelled sets as `open_source` does for runs that began before."""
@@ -205,7 +205,7 @@ class Probe:
             device=self._device,
             batch_decoder=jpeg_decoder(self._data.decoder, self._device),
             cache=self._cache,
-            on_skip=self._on_skip,
+            on_skip=lambda message: self._on_skip(message, subset.source.name),
         )
         features, labels = [], []
         try:

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 
 from massl.commands import images
-from massl.commands.images import UnreadableLeftOut, open_images
+from massl.commands.images import SkippedImages, UnreadableLeftOut, open_images
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError, ImageSource
 from massl.data.sources.subset import SubsetSource, UnreadableImages
@@ -133,3 +133,14 @@ def test_images_of_a_published_layout_cannot_be_left_out() -> None:
 
     with pytest.raises(UnreadableImages, match=r"photo/0: empty; repair or remove it"):
         UnreadableLeftOut(quiet()).run(work, None)
+
+
+def test_a_file_that_training_and_probe_meet_under_two_names_is_one_image() -> None:
+    console = quiet()
+    skipped = SkippedImages(console)
+    skipped.add("train/cats/a.jpg: empty", "photos/")
+    skipped.add("cats/a.jpg: empty", "photos/train")
+    skipped.add("cats/a.jpg: empty", "photos/val")
+    skipped.print_total()
+    assert printed(console).count("skipped an unreadable image") == 2
+    assert "skipped 2 unreadable images in all" in printed(console)

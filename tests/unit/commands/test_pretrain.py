@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import massl
 from massl.commands import pretrain as command
@@ -41,7 +42,14 @@ def test_what_is_known_is_printed_before_the_networks_are_built(
     with pytest.raises(Built):
         massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run")
     said = capsys.readouterr().err
-    words = ["a new run in", str(tmp_path / "run"), f"reading {archive}", "48 images", "batch 8", "building the networks"]
+    words = [
+        "a new run in",
+        str(tmp_path / "run"),
+        f"reading {archive}",
+        "48 images",
+        "batch 8",
+        "building the networks",
+    ]
     assert [word for word in words if word not in said] == []
     assert said.index("reading") < said.index("48 images") < said.index("building the networks")
 
@@ -106,3 +114,22 @@ def test_cautions_before_training_are_kept_with_the_run(recipe: Path, archive: P
     rows = [json.loads(line) for line in (tmp_path / "run" / "warnings.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0]
     assert "method.memory.num_rows = 64" in rows[0]["warning"]
+
+
+def test_an_unreadable_file_counts_once_though_training_and_probe_meet_it(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, image in enumerate(tiny_images(64)):
+        folder = tmp_path / "photos" / "train" / f"class{number % 4}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(folder / f"{number:03d}.png")
+    (tmp_path / "photos" / "train" / "class0" / "000.png").write_bytes(b"")
+    probed = {
+        "probes.database": str(tmp_path / "photos" / "train"),
+        "probes.queries": str(tmp_path / "photos" / "train"),
+    }
+    short = {"trainer.max_steps": 8, "probes.max_queries": 64, "data.num_workers": 0, **probed}
+    massl.pretrain(recipe=recipe, data=tmp_path / "photos", output=tmp_path / "run", overrides=short)
+    said = capsys.readouterr().err
+    assert said.count("skipped an unreadable image") == 1
+    assert "skipped 1 unreadable image in all" in said
