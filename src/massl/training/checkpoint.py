@@ -1,6 +1,7 @@
 """Checkpoints: written atomically, with a digest; the last few are kept, milestones for good."""
 
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,7 @@ class CheckpointStore:
             make_folder(self.folder)
             with replacing(path) as partial:
                 with partial.open("wb") as file:
-                    torch.save(dict(state), file)
+                    torch.save(_with_own_objects(dict(state)), file)
                 seal_zip(partial)
         except (OSError, RuntimeError) as error:
             safe = self.steps()
@@ -88,6 +89,18 @@ def _lacking(state: Any, like: Any, name: str = "") -> str:
         inner = ((state.get(key), value, f"{name}.{key}".strip(".")) for key, value in like.items())
         return next(filter(None, (_lacking(*each) for each in inner)), "")
     return ""
+
+
+def _with_own_objects(value: Any) -> Any:
+    """The same values with each equal string as one object, and each list and tuple as its own.
+
+    pickle writes an object that it meets again as a reference, so that equal states would differ in their bytes.
+    """
+    if type(value) is dict:
+        return {_with_own_objects(key): _with_own_objects(entry) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_own_objects, value))
+    return sys.intern(value) if type(value) is str else value
 
 
 def _root_cause(error: BaseException) -> BaseException:
