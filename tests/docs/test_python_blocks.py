@@ -22,7 +22,8 @@ from massl.commands.pretrain import PretrainResult
 from massl.commands.pretrain_arguments import resolve_recipe
 from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper
-from massl.nn.backbone import BackboneSettings, create_timm_model
+from massl.nn.backbone import BackboneSettings
+from massl.nn.timm_models import create_timm_model
 from massl.weights.io import BACKBONE_FILE, backbone_bytes
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

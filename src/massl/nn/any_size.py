@@ -6,8 +6,8 @@ from typing import Any
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from massl.nn.backbone import create_timm_model
 from massl.nn.positions import model_positions
+from massl.nn.timm_models import create_timm_model
 from massl.nn.transformer.plain import embed_patches
 
 

@@ -1,11 +1,9 @@
 """Any timm model as a backbone: one feature vector per image, and patch tokens for transformers."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import timm
 import torch
 from pydantic import Field
 from timm.models.vision_transformer import VisionTransformer
@@ -13,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from massl import keyed_random
-from massl.config import RecipeError, Settings, closest
+from massl.config import RecipeError, Settings
 from massl.nn.drop_path import KeyedDropPath, draw_scales, keep_probabilities, replace_drop_paths
 from massl.nn.positions import FirstAxis, fix_positions, model_positions
-from massl.nn.stems import use_small_image_stem
+from massl.nn.timm_models import checked_options, create_timm_model
 from massl.nn.transformer.plain import (
     KernelOptions,
     class_token_of_last_block,
@@ -37,7 +35,7 @@ class BackboneSettings(Settings):
     drop_path_rate: float = Field(0.1, ge=0.0, lt=1.0, description="student's stochastic depth, rising over depth")
     timm_options: dict[str, int | float | bool | str] = Field(
         default_factory=dict,
-        description="further timm.create_model arguments in a YAML recipe, e.g. {depth: 6, embed_dim: 192}",
+        description="further options of timm's architecture in a YAML recipe, e.g. {depth: 6, embed_dim: 192}",
     )
 
     def timm_arguments(self) -> dict[str, Any]:
@@ -48,7 +46,10 @@ class BackboneSettings(Settings):
 
 
 def refuse_published_weights(settings: BackboneSettings) -> None:
-    """Refuse settings that ask timm for weights: training would start from random or partly random ones instead."""
+    """Refuse settings that ask timm for weights, or for anything but an architecture, before anything is written.
+
+    Training would start from random or partly random weights instead.
+    """
     name, _, tag = str(settings.timm_arguments()["model_name"]).partition(".")
     keys = [
         key for key, value in settings.timm_options.items() if value and key.startswith(("pretrained", "checkpoint"))
@@ -59,6 +60,7 @@ def refuse_published_weights(settings: BackboneSettings) -> None:
             f"{given} asks for published weights; starting from published weights is not supported yet. To start from "
             f"random ones {f'give backbone.name {name}' if tag else 'leave it out'}; --start_from takes those of a run."
         )
+    checked_options(settings.timm_arguments(), prefix="backbone.timm_options.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,23 +297,3 @@ def build_backbone(settings: BackboneSettings, *, seed: int, drop_path_rate: flo
             torch.manual_seed(keyed_random.seed_from(seed, "cls token"))
             nn.init.trunc_normal_(model.cls_token, std=0.02)  # timm starts it at 1e-6
     return Backbone(model, timm_arguments=settings.timm_arguments())
-
-
-def create_timm_model(arguments: Mapping[str, Any], *, drop_path_rate: float = 0.0, seed: int = 0) -> nn.Module:
-    """timm.create_model with helpful errors and one more argument, `stem`."""
-    options = {key: value for key, value in arguments.items() if key not in ("model_name", "stem")}
-    if drop_path_rate > 0.0:
-        options["drop_path_rate"] = drop_path_rate
-    name = arguments["model_name"]
-    if not timm.is_model(name):
-        suggestion = closest(name, timm.list_models())
-        raise RecipeError(f"timm has no model {name!r}.{suggestion} `timm.list_models()` lists them all.")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(keyed_random.seed_from(seed, "backbone"))
-        try:
-            model = timm.create_model(name, **options)
-        except (TypeError, AssertionError) as error:
-            raise RecipeError(f"timm cannot build {name} with {json.dumps(options)}: {error}") from error
-    if arguments.get("stem") == "small":
-        use_small_image_stem(model, name=name, seed=seed)
-    return model

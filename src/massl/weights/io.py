@@ -13,36 +13,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from massl.config import MasslError
+from massl.config import RecipeError
 from massl.data.evaluation.views import PUBLISHED_CROP_RATIO, whole_patches
+from massl.digests import DamagedFile, check_zip
 from massl.nn.any_size import for_any_size, for_one_size
-from massl.nn.backbone import create_timm_model
 from massl.nn.positions import RESAMPLING_RULE
+from massl.nn.timm_models import MAX_ELEMENTS, create_timm_model
+from massl.weights.facts import BackboneFacts, WeightsError, read_facts
+from massl.weights.tensor_files import read_tensors, tensor_bytes
 from massl.weights.transform import ImageTransform
 
 BACKBONE_FILE = "backbone.safetensors"
-
-
-class WeightsError(MasslError, ValueError):
-    """A weights file is missing or unsuitable; the message says what to do."""
+_MORE_ELEMENTS = 2**24  # beside its weights, a model makes indices and positions: 64 MiB in float32
+_SHOWN = 20  # names in a message
+_ADVICE_FOR_DAMAGE = (
+    "Copy it again. For the backbone of a run, give its command `massl pretrain` again: it writes the file anew from "
+    "the newest checkpoint. If you changed the file yourself, leave the entry `digest` out of its metadata"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackboneContent:
+class BackboneContent(BackboneFacts):
     """The content of a file written by massl."""
 
     tensors: dict[str, Tensor]  # under timm's keys
-    timm_arguments: dict[str, Any]  # these build the empty model
-    mean: tuple[float, float, float]  # of the training images
-    std: tuple[float, float, float]
-    image_size: int | None  # side of the training views; None in older files
-    crop_ratio: float  # centre crop / shorter side of the run's probes; older files: the published one
+    num_bytes: int  # of the file
 
 
 class LoadedBackbone(NamedTuple):
@@ -70,17 +70,7 @@ def backbone_bytes(
         "position_resampling": RESAMPLING_RULE,
     }
     metadata = {"format": "pt", **{name: json.dumps(fact) for name, fact in facts.items()}}
-    return _with_sorted_metadata(safetensors.torch.save(tensors, metadata))
-
-
-def _with_sorted_metadata(content: bytes) -> bytes:
-    """safetensors writes the metadata in a random order."""
-    end = 8 + int.from_bytes(content[:8], "little")
-    header = json.loads(content[8:end])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)  # the tensors begin at a multiple of 8 bytes
-    return len(text).to_bytes(8, "little") + text + content[end:]
+    return tensor_bytes(tensors, metadata)
 
 
 def load_backbone(run: str | Path, *, image_size: int | None = None) -> LoadedBackbone:
@@ -97,7 +87,8 @@ def load_backbone(run: str | Path, *, image_size: int | None = None) -> LoadedBa
     if content is None:
         raise WeightsError(f"{path} was not written by massl: it does not name its timm model")
     arguments = dict(content.timm_arguments)
-    model = create_timm_model({**arguments, "dynamic_img_size": True} if "pos_embed" in content.tensors else arguments)
+    dynamic = {"dynamic_img_size": True} if "pos_embed" in content.tensors else {}
+    model = described_model({**arguments, **dynamic}, origin=str(path), num_bytes=content.num_bytes)
     load_strictly(model, content.tensors, origin=str(path))
     size = image_size or content.image_size or own_image_size(model)
     if image_size is not None and isinstance(model, VisionTransformer):
@@ -145,47 +136,44 @@ def backbone_path(run: str | Path) -> Path:
 def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a .safetensors file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-        return safetensors.torch.load_file(path), metadata
+        return read_tensors(path)
+    except DamagedFile as error:
+        raise WeightsError(f"cannot read {path}: {error}. {_ADVICE_FOR_DAMAGE}") from error
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"cannot read {path}: {error}") from error
 
 
+def is_readable(path: Path) -> bool:
+    """Whether a .safetensors file exists and is intact."""
+    try:
+        read_safetensors(path)
+    except WeightsError:
+        return False
+    return True
+
+
 def backbone_content(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> BackboneContent | None:
     """The content of a file written by massl; None for other files."""
-    if "timm" not in metadata:
+    facts = read_facts(path, metadata)
+    if facts is None:
         return None
+    return BackboneContent(tensors=tensors, num_bytes=path.stat().st_size, **vars(facts))
+
+
+def described_model(timm_arguments: Mapping[str, Any], *, origin: str, num_bytes: int) -> nn.Module:
+    """The model that a file of so many bytes describes, which is no larger than its weights; random weights, seed 0."""
     try:
-        timm_arguments, mean, std = (json.loads(metadata[key]) for key in ("timm", "mean", "std"))
-        image_size = json.loads(metadata.get("image_size", "null"))
-        crop_ratio = json.loads(metadata.get("crop_ratio", str(PUBLISHED_CROP_RATIO)))
-        rule = json.loads(metadata.get("position_resampling", f'"{RESAMPLING_RULE}"'))
-    except (KeyError, ValueError) as error:
-        raise WeightsError(f"the metadata of {path} are damaged ({error!r}); write the file again") from error
-    if rule != RESAMPLING_RULE:
-        raise WeightsError(
-            f"{path} resamples position embeddings by the rule {rule!r}, which this version of massl does not have; "
-            "install a newer one"
-        )
-    return BackboneContent(
-        tensors=tensors,
-        timm_arguments=timm_arguments,
-        mean=tuple(mean),
-        std=tuple(std),
-        image_size=image_size,
-        crop_ratio=crop_ratio,
-    )
+        max_elements = min(MAX_ELEMENTS, num_bytes + _MORE_ELEMENTS)
+        return create_timm_model(timm_arguments, max_elements=max_elements, prefix="its timm option ")
+    except RecipeError as error:
+        raise WeightsError(f"{origin} describes a model that cannot be built: {error}") from error
 
 
 def read_pickled(path: Path) -> Any:
     """The content of a torch.save file: only tensors, plain values and argparse.Namespace; no code is executed."""
     try:
         if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                damaged = archive.testzip()  # torch.load does not verify check sums: zeros would load silently
-            if damaged is not None:
-                raise OSError(f"{damaged} is damaged")
+            check_zip(path)
         # full checkpoints of DINO, iBOT and MaSSL contain the Namespace of their command line
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickle protocols: unreadable files raise anyway
@@ -193,14 +181,15 @@ def read_pickled(path: Path) -> Any:
     except Exception as error:  # for other files torch.load may raise anything: KeyError, EOFError, struct.error ...
         refused = re.search(r"GLOBAL (\S+)", str(error))
         if refused is not None:
+            name = ascii(refused[1])[1:-1]
             raise WeightsError(
-                f"{path} holds a Python object ({refused[1]}), and opening it could run foreign code. If you trust the "
+                f"{path} holds a Python object ({name}), and opening it could run foreign code. If you trust the "
                 "file, save only its weights: torch.save(state_dict, ...) or safetensors"
             ) from error
         lines = [line for line in str(error).splitlines() if line and "documentation of torch.load" not in line]
         raise WeightsError(
-            f"cannot read {path}: {type(error).__name__} {lines[-1] if lines else ''}. It is damaged, incomplete or "
-            "not a PyTorch checkpoint; download it again"
+            f"cannot read {path}: {type(error).__name__} {lines[-1] if lines else '':.200}. It is damaged, incomplete "
+            "or not a PyTorch checkpoint; download it again"
         ) from error
 
 
@@ -208,15 +197,37 @@ def load_strictly(model: nn.Module, tensors: Mapping[str, Tensor], *, origin: st
     """Fill every tensor of the model, or raise with all missing and unexpected ones: nothing stays random."""
     wanted = model.state_dict()
     other_shape = [key for key in wanted if key in tensors and tensors[key].shape != wanted[key].shape]
+    other_kind = [key for key in wanted if key in tensors and not _converts(tensors[key], wanted[key].dtype)]
     problems = [
         *_named("missing", wanted.keys() - tensors.keys()),
         *_named("unexpected", tensors.keys() - wanted.keys()),
         *(f"{key} has the shape {[*tensors[key].shape]} instead of {[*wanted[key].shape]}" for key in other_shape),
+        *(f"{key} is {_kind(tensors[key])} instead of plain {wanted[key].dtype}" for key in other_kind),
     ]
     if problems:
-        raise WeightsError(f"the weights of {origin} do not fit the model: {'; '.join(problems)}")
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise WeightsError(f"the weights of {origin} do not fit the model: {'; '.join(problems[:_SHOWN])}{more}")
     model.load_state_dict(dict(tensors), strict=True)
+    broken = [key for key, tensor in wanted.items() if not bool(tensor.isfinite().all())]
+    if broken:
+        raise WeightsError(
+            f"the weights of {origin} are broken{_named(':', broken)[0]} holds values that are not finite (NaN or "
+            "infinite); take an earlier checkpoint or another file"
+        )
+
+
+def _converts(tensor: Tensor, wanted: torch.dtype) -> bool:
+    same_kind = tensor.dtype == wanted or (tensor.dtype.is_floating_point and wanted.is_floating_point)
+    return same_kind and _kind(tensor) == str(tensor.dtype)
+
+
+def _kind(tensor: Tensor) -> str:
+    """The dtype; for a sparse tensor or a shape without values also its layout or device."""
+    layout = "" if tensor.layout == torch.strided else f" {tensor.layout}"
+    return f"{tensor.dtype}{layout}{' without values' if tensor.is_meta else ''}"
 
 
 def _named(problem: str, keys: Collection[str]) -> list[str]:
-    return [f"{problem} {', '.join(sorted(keys))}"] if keys else []
+    shown = [key if key.isprintable() else ascii(key) for key in sorted(keys)[:_SHOWN]]
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return [f"{problem} {', '.join(key[:99] for key in shown)}{more}"] if keys else []

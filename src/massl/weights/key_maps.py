@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from massl.weights.io import WeightsError
+from massl.weights.facts import WeightsError
 
 KNOWN_LAYOUTS = (
     "a training checkpoint of MaSSL, DINO or iBOT ({'teacher': {'backbone.*'}}; the teacher is taken)",
@@ -92,7 +92,7 @@ def backbone_of(checkpoint: Any, *, origin: str) -> ForeignBackbone:
     prefix = next((candidate for candidate in _PREFIXES if any(key.startswith(candidate) for key in weights)), "")
     unexpected = [key for key in weights if not key.startswith((prefix, *_OTHER_PARTS))]
     if unexpected:
-        names = ", ".join(sorted(unexpected))
+        names = _some(sorted(unexpected))
         raise WeightsError(f"{origin} holds unexpected entries beside {prefix}*: {names}. {_known()}")
     tensors = {key.removeprefix(prefix): tensor for key, tensor in weights.items() if key.startswith(prefix)}
     tensors = {_timm_key(key): tensor for key, tensor in tensors.items() if not key.startswith(_OTHER_PARTS)}
@@ -160,7 +160,8 @@ def shape_of(backbone: ForeignBackbone, *, num_heads: int | None, origin: str) -
     tensors = backbone.tensors
     projection, positions = tensors["patch_embed.proj.weight"], tensors["pos_embed"]
     hidden = tensors["blocks.0.mlp.fc1.weight"]
-    if projection.ndim != 4 or projection.shape[1] != 3 or projection.shape[2] != projection.shape[3]:
+    is_square = projection.ndim == 4 and projection.shape[1] == 3 and projection.shape[2] == projection.shape[3]
+    if not is_square or not projection.numel():
         found = f"patch_embed.proj.weight is {list(projection.shape)}"
         raise WeightsError(f"{origin} takes no square patches of RGB images: {found}")
     dim, patch_size = projection.shape[0], projection.shape[2]
@@ -172,7 +173,7 @@ def shape_of(backbone: ForeignBackbone, *, num_heads: int | None, origin: str) -
         raise WeightsError(f"{found}: not one for the class token and a square grid of patches")
     return TransformerShape(
         dim=dim,
-        depth=1 + max(int(match[1]) for key in tensors if (match := re.match(r"blocks\.(\d+)\.", key))),
+        depth=1 + max(int(match[1]) for key in tensors if (match := re.match(r"blocks\.([0-9]{1,9})\.", key))),
         num_heads=_num_heads(dim, num_heads, is_mocov3=backbone.is_mocov3, origin=origin),
         patch_size=patch_size,
         grid_side=grid_side,
@@ -191,7 +192,7 @@ def _num_heads(dim: int, given: int | None, *, is_mocov3: bool, origin: str) -> 
 
 
 def _some(keys: Iterable[str]) -> str:
-    shown = list(keys)
+    shown = [key if key.isprintable() else ascii(key) for key in keys]
     return ", ".join(shown[:5]) + (" ..." if len(shown) > 5 else "")
 
 

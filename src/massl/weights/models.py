@@ -3,8 +3,9 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ from timm.layers.patch_embed import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from massl.config import RecipeError
 from massl.data.evaluation.views import PUBLISHED_CROP_RATIO
-from massl.nn.backbone import Backbone, create_timm_model
+from massl.nn.backbone import Backbone
+from massl.nn.timm_models import create_timm_model
+from massl.weights.facts import WeightsError
 from massl.weights.io import (
     BackboneContent,
-    WeightsError,
     backbone_content,
     backbone_path,
     describe_images,
+    described_model,
     load_strictly,
     own_image_size,
     read_pickled,
@@ -92,7 +96,7 @@ def open_model(name: str | Path, *, num_heads: int | None = None, pretrained: bo
 
 
 def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int | None) -> LoadedModel:
-    backbone = _empty_backbone(content.timm_arguments)
+    backbone = _described_backbone(content.timm_arguments, origin=str(path), num_bytes=content.num_bytes)
     if num_heads is not None and num_heads != _num_heads(backbone.model):
         own = _num_heads(backbone.model)
         raise WeightsError(f"{path} was written by massl with {own} attention heads, not {num_heads}; omit num_heads")
@@ -107,7 +111,7 @@ def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int
 def _open_foreign(name: str, path: Path, checkpoint: Any, *, num_heads: int | None) -> LoadedModel:
     found = backbone_of(checkpoint, origin=str(path))
     shape = shape_of(found, num_heads=num_heads, origin=str(path))
-    backbone = _empty_backbone(shape.timm_arguments())
+    backbone = _described_backbone(shape.timm_arguments(), origin=str(path), num_bytes=path.stat().st_size)
     load_strictly(backbone.model, found.tensors, origin=str(path))
     origin = f"{found.part} {path} ({shape})"
     if found.is_mocov3 and shape.dim == 384 and num_heads is None:
@@ -121,7 +125,7 @@ def _open_timm(name: str, *, num_heads: int | None, pretrained: bool | None) -> 
     arguments: dict[str, Any] = {"model_name": name, "num_classes": 0}
     if num_heads is not None:
         arguments["num_heads"] = num_heads
-    backbone = _empty_backbone(arguments)
+    backbone = _empty_backbone(arguments, create_timm_model)
     config: Any = backbone.model.default_cfg
     origin = f"random weights (timm's {name}, seed 0)"
     if pretrained if pretrained is not None else bool(tag):
@@ -169,13 +173,21 @@ def _load_published(backbone: Backbone) -> None:
     load_strictly(backbone.model, {key: tensors[key] for key in wanted if key in tensors}, origin=f"timm's {name}")
 
 
-def _empty_backbone(timm_arguments: Mapping[str, Any]) -> Backbone:
+def _described_backbone(timm_arguments: Mapping[str, Any], *, origin: str, num_bytes: int) -> Backbone:
+    """The model that a file describes; errors name the file."""
+    try:
+        return _empty_backbone(timm_arguments, partial(described_model, origin=origin, num_bytes=num_bytes))
+    except RecipeError as error:
+        raise WeightsError(f"{origin} cannot be evaluated: {error}") from error
+
+
+def _empty_backbone(timm_arguments: Mapping[str, Any], build: Callable[[Mapping[str, Any]], nn.Module]) -> Backbone:
     """The model with random weights (seed 0); raises if it cannot be evaluated."""
     arguments = dict(timm_arguments)
-    model = create_timm_model(arguments, seed=0)
+    model = build(arguments)
     if isinstance(model, VisionTransformer) and model.cls_token is not None and model.global_pool != "token":
         arguments["global_pool"] = "token"  # the protocols read the class token
-        model = create_timm_model(arguments, seed=0)
+        model = build(arguments)
     name = arguments["model_name"]
     if isinstance(model, VisionTransformer) and not isinstance(model.patch_embed, PatchEmbed):
         raise WeightsError(f"{name} has a convolutional stem instead of plain patches; choose another model")

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 
 from massl.config import RecipeError
-from massl.nn.backbone import BackboneSettings, build_backbone, create_timm_model
+from massl.nn.backbone import BackboneSettings, build_backbone
+from massl.nn.timm_models import create_timm_model
 
 
 def test_the_small_stem_keeps_every_pixel() -> None:

@@ -8,7 +8,8 @@ from timm.models.vision_transformer import VisionTransformer
 
 from massl.config import MasslError
 from massl.nn.backbone import BackboneSettings, build_backbone
-from massl.weights.io import BACKBONE_FILE, WeightsError, backbone_bytes, load_backbone, read_safetensors
+from massl.weights.facts import WeightsError
+from massl.weights.io import BACKBONE_FILE, backbone_bytes, load_backbone, read_safetensors
 
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
 VIT = BackboneSettings(
@@ -66,7 +67,7 @@ def test_timm_finds_crop_and_filter_too(tmp_path: Path) -> None:
 def without(path: Path, *keys: str) -> None:
     """Rewrite a backbone file as if it had been written before it had these keys."""
     tensors, metadata = read_safetensors(path)
-    save_file(tensors, path, {key: value for key, value in metadata.items() if key not in keys})
+    save_file(tensors, path, {key: value for key, value in metadata.items() if key not in ("digest", *keys)})
 
 
 @pytest.mark.parametrize(("settings", "size"), [(VIT, 16), (RESNET, 224)], ids=["transformer", "convolutional"])
@@ -82,6 +83,7 @@ def test_older_files_have_the_size_of_their_model_and_the_published_crop(
 
 def test_an_unknown_rule_for_positions_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, VIT)
+    without(tmp_path / BACKBONE_FILE, "digest")
     tensors, metadata = read_safetensors(tmp_path / BACKBONE_FILE)
     assert metadata["position_resampling"] == '"dino"'
     save_file(tensors, tmp_path / BACKBONE_FILE, {**metadata, "position_resampling": '"rotary"'})
@@ -169,3 +171,28 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     (tmp_path / BACKBONE_FILE).write_bytes(content[: len(content) // 2])
     with pytest.raises(WeightsError, match="cannot read"):
         load_backbone(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["a weight", "the metadata", "the digest"])
+def test_a_changed_bit_is_refused_with_what_to_do(tmp_path: Path, place: str) -> None:
+    write_run(tmp_path, VIT)
+    path = tmp_path / BACKBONE_FILE
+    content = bytearray(path.read_bytes())
+    content[
+        {"a weight": -100, "the metadata": content.index(b"crop_ratio"), "the digest": content.index(b"sha256:") + 9}[
+            place
+        ]
+    ] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(WeightsError, match=rf"cannot read {path}: .*digest.*massl pretrain"):
+        load_backbone(tmp_path)
+
+
+def test_a_file_written_again_without_the_digest_is_read(tmp_path: Path) -> None:
+    write_run(tmp_path, VIT)
+    path = tmp_path / BACKBONE_FILE
+    tensors, metadata = read_safetensors(path)
+    without(path, "digest")
+    again, _ = read_safetensors(path)
+    assert "digest" in metadata
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)

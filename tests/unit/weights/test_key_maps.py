@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from massl.nn.backbone import create_timm_model
-from massl.weights.io import WeightsError, load_strictly
+from massl.nn.timm_models import create_timm_model
+from massl.weights.facts import WeightsError
+from massl.weights.io import load_strictly
 from massl.weights.key_maps import KNOWN_LAYOUTS, backbone_of, shape_of
 
 

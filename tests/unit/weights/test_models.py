@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn.functional import conv2d, gelu, layer_norm, linear
 
 from massl.config import MasslError, RecipeError
-from massl.nn.backbone import Backbone, create_timm_model
-from massl.weights.io import BACKBONE_FILE, WeightsError, backbone_bytes
+from massl.nn.backbone import Backbone
+from massl.nn.timm_models import create_timm_model
+from massl.weights.facts import WeightsError
+from massl.weights.io import BACKBONE_FILE, backbone_bytes
 from massl.weights.models import LoadedModel, model_fingerprint, open_model
 
 State = dict[str, Tensor]

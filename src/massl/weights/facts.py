@@ -1,0 +1,75 @@
+"""The metadata of a backbone file: what builds its model, and how its images are prepared.
+
+A file may come from a stranger, so each value is checked before it is used.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from massl.config import MasslError
+from massl.data.evaluation.views import MAX_SIDE, PUBLISHED_CROP_RATIO
+from massl.nn.positions import RESAMPLING_RULE
+
+
+class WeightsError(MasslError, ValueError):
+    """A weights file is missing or unsuitable; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneFacts:
+    """The metadata of a file written by massl."""
+
+    timm_arguments: dict[str, Any]  # these build the empty model; `create_timm_model` checks them
+    mean: tuple[float, float, float]  # of the training images
+    std: tuple[float, float, float]
+    image_size: int | None  # side of the training views; None in older files
+    crop_ratio: float  # centre crop / shorter side of the run's probes; older files: the published one
+
+
+def read_facts(path: Path, metadata: Mapping[str, str]) -> BackboneFacts | None:
+    """The facts in the metadata of a file; None for files that massl did not write."""
+    if "timm" not in metadata:
+        return None
+    try:
+        timm_arguments, mean, std = (json.loads(metadata[key]) for key in ("timm", "mean", "std"))
+        image_size = json.loads(metadata.get("image_size", "null"))
+        crop_ratio = json.loads(metadata.get("crop_ratio", str(PUBLISHED_CROP_RATIO)))
+        rule = json.loads(metadata.get("position_resampling", f'"{RESAMPLING_RULE}"'))
+    except (KeyError, ValueError, RecursionError) as error:
+        raise WeightsError(f"the metadata of {path} are damaged ({error!r}); write the file again") from error
+    size_fits = type(image_size) is int and 0 < image_size <= MAX_SIDE
+    expected = {
+        "timm, a mapping with the name of the model": isinstance(timm_arguments, dict) and _has_names(timm_arguments),
+        "mean, three numbers": _are_three_numbers(mean),
+        "std, three numbers above 0": _are_three_numbers(std) and min(std) > 0,
+        f"image_size, a whole number up to {MAX_SIDE}": image_size is None or size_fits,
+        "crop_ratio, a number above 0 and up to 1": _is_number(crop_ratio) and 0 < crop_ratio <= 1,
+        "position_resampling, a word": isinstance(rule, str),
+    }
+    wrong = [what for what, fits in expected.items() if not fits]
+    if wrong:
+        raise WeightsError(f"the metadata of {path} are damaged: expected {'; '.join(wrong)}; write the file again")
+    if rule != RESAMPLING_RULE:
+        raise WeightsError(
+            f"{path} resamples position embeddings by the rule {rule[:99]!a}, which this version of massl does not "
+            "have; install a newer one"
+        )
+    return BackboneFacts(
+        timm_arguments=timm_arguments, mean=tuple(mean), std=tuple(std), image_size=image_size, crop_ratio=crop_ratio
+    )
+
+
+def _has_names(timm_arguments: dict[str, Any]) -> bool:
+    return isinstance(timm_arguments.get("model_name"), str) and timm_arguments.get("stem", "") in ("", "small")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _are_three_numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))
