@@ -44,7 +44,8 @@ def tell(text: str, *, is_told_elsewhere: bool = False) -> None:
     if is_told_elsewhere:
         time.sleep(_SECONDS_UNTIL_ENDED)  # else torchrun could take this process for the one that failed first
     try:
-        Path(error_file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")
+        found = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+        Path(error_file).write_text(json.dumps({"message": found}), encoding="utf-8")
     except OSError:
         print(text, file=sys.stderr)
         return

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from massl import keyed_random
+from massl.data.loading import read_watch
 from massl.data.loading.cache import ImageCache
 from massl.data.loading.decode import UnreadableImage, as_tensor, decode
 from massl.data.loading.gpu_decode import JpegDecoder, decode_or_none, suits_gpu
@@ -74,10 +75,13 @@ class ImageReader:
         cached = self.cached(index)
         if cached is not None:
             return cached
+        read_watch.begin(self._source, index)
         try:
             image = self._source.read(index)
         except OSError as error:  # the file is gone, access is denied, the disk is damaged
             raise UnreadableImage(error.strerror or str(error)) from None
+        finally:
+            read_watch.end()
         label, data = label_number(image.label), image.data
         may_wait = self._batch_decoder is not None and index not in self._refused
         if may_wait and isinstance(data, bytes) and suits_gpu(data, max_side=self._max_side):

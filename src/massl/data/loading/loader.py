@@ -6,7 +6,7 @@ the step alone: the kind and number of workers, the cache and a restart do not c
 """
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -18,6 +18,7 @@ from massl.data.loading.cache import ImageCache
 from massl.data.loading.gpu_decode import JpegDecoder
 from massl.data.loading.image_reader import ImageReader, ReadabilityRecord, ReadResult, Tried, label_number
 from massl.data.loading.packing import pack, pack_equal, side_stream
+from massl.data.loading.threads import DaemonThreads
 from massl.data.loading.workers import WorkerProcesses
 from massl.data.sources.base import ImageSource
 from massl.ops.image_ops import RaggedImages
@@ -106,12 +107,12 @@ class Loader:
                 max_side=max_side,
             )
         elif num_workers > 0:
-            self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="massl-decode")
+            self._threads = DaemonThreads(num_workers, thread_name_prefix="massl-decode")
         # Pinning memory from a new thread would open a context on GPU 0, so these threads select this thread's GPU.
         select_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if self._pin else None
         # Batches wait for the workers in their own threads: inside the workers' pool they could fill it with waiters.
         num_assemblers = 1 if self._processes is not None else prefetch_steps + 1
-        self._assemblers = ThreadPoolExecutor(num_assemblers, thread_name_prefix="massl-batch", initializer=select_gpu)
+        self._assemblers = DaemonThreads(num_assemblers, thread_name_prefix="massl-batch", initializer=select_gpu)
 
     def at(self, step: int) -> ImageBatch:
         """The batch of a step, always the same."""
@@ -184,7 +185,7 @@ class Loader:
         return [self._source.key_of(index) for index in indices.tolist()]
 
     def close(self) -> None:
-        """Stop all threads and processes; batches in progress are dropped."""
+        """Stop all threads and processes; batches in progress are dropped. A read that hangs delays it by seconds."""
         self._assemblers.shutdown(wait=False, cancel_futures=True)
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)

@@ -213,6 +213,26 @@ def test_an_error_in_a_worker_reaches_the_caller_and_so_does_a_workers_death(
             loader.at(2000)
 
 
+def test_closing_does_not_wait_for_a_worker_whose_read_never_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Image.new("RGB", (3, 2)).save(tmp_path / "image.png")
+    source = SOURCE_THAT_FAILS.replace('raise RuntimeError(f"fault at {index}")', "__import__('time').sleep(10**6)")
+    (tmp_path / "source_that_hangs.py").write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(tmp_path)
+    import source_that_hangs  # type: ignore[import-not-found]
+
+    with loading(source_that_hangs.Faulty(str(tmp_path / "image.png")), num_workers=1) as loader:
+        future = loader._assemblers.submit(loader._load, 0)
+        deadline = time.monotonic() + 60
+        assert loader._processes is not None
+        while loader._processes._chunks is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        pids = worker_pids(loader)
+        assert not future.done()
+    assert not any(map(is_running, pids))
+
+
 def test_too_little_shared_memory_is_answered_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = SOURCE_THAT_FAILS.replace('f"fault at {index}"', '"unable to allocate shared memory(shm) for file"')
     (tmp_path / "source_without_memory.py").write_text(textwrap.dedent(source))
