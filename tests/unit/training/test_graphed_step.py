@@ -14,6 +14,7 @@ from massl.methods.massl import MaSSL, MaSSLHeadSettings, MaSSLSettings
 from massl.nn.backbone import BackboneSettings
 from massl.nn.memory import MemorySettings
 from massl.training.graphed_step import GraphedStep, HyperOnDevice
+from massl.training.loss_watch import LossWatch
 from massl.training.optimizers import OptimizerSettings, build_optimizer
 from massl.training.step import TrainingStep
 
@@ -149,6 +150,51 @@ def test_what_changes_from_step_to_step_is_read_anew_by_each_replay() -> None:
     _, same_student, other_teacher = last_step_with(momentum=0.5)
     assert torch.equal(same_student, student)
     assert not torch.equal(other_teacher, teacher)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+@pytest.mark.parametrize("at_step", [0, 2, 3, 4, 6])  # ordinary, recorded, replayed
+def test_a_step_that_is_not_finite_is_left_out_by_the_device(at_step: int, num_parts: int) -> None:
+    """The state is that of a run in which this step never was, and no later step is touched."""
+    step, without = training_step(), training_step()
+    graphed, ordinary = GraphedStep(step), HyperOnDevice(DEVICE)
+    before: dict[str, Any] = {}
+    for number in range(NUM_STEPS):
+        numbers = range(number * num_parts, (number + 1) * num_parts)
+        if number == at_step:
+            before = state_of(step)
+        parts = [views_of(one, indices_on=torch.device("cpu")) for one in numbers]
+        if number == at_step:
+            parts[-1].global_views[0, 1, 2, 3, 4] = torch.nan
+        output = graphed(parts, hyper_at(number), num_parts=num_parts)
+        assert bool(output.is_finite) == (number != at_step)
+        if number == at_step:
+            for name, value in step.method.state_dict().items():
+                assert torch.equal(value, before["method"][name]), name
+        else:
+            on_device = [views_of(one, indices_on=DEVICE) for one in numbers]
+            without(on_device, ordinary.set(hyper_at(number)), num_parts=num_parts)
+    assert_same_state(step, without)
+
+
+def test_no_step_waits_for_the_device() -> None:
+    """Also a step that is not finite: the host reads the flag one step later."""
+    step = training_step()
+    graphed, cpu = GraphedStep(step), torch.device("cpu")
+    watch = LossWatch(DEVICE, on_bad=lambda error: found.append(error.step))
+    found: list[int] = []
+    for number in range(NUM_STEPS):
+        views = views_of(number, indices_on=cpu)
+        if number == 5:
+            views.global_views[0, 0] = torch.inf
+        if number >= 4:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            output = graphed([views], hyper_at(number), num_parts=1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        watch.push(number, output.loss, views.image_indices, is_finite=output.is_finite)
+        assert found == ([5] if number >= 6 else [])
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])
