@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import itertools
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
@@ -48,7 +50,11 @@ def parse(
                 config=() if has_flags else (tyro.conf.FlagConversionOff,),
             )
     except SystemExit as exit_request:
-        problem = _validation_problem(exit_request, arguments_type)
+        problem = (
+            _validation_problem(exit_request, arguments_type)
+            or _type_problem(exit_request, arguments)
+            or _choice_problem(printed.getvalue())
+        )
         if problem is None:  # --help, or an unknown option
             sys.stderr.write(printed.getvalue())
             raise
@@ -68,6 +74,50 @@ def _validation_problem(exit_request: SystemExit, arguments_type: type[Settings]
         section = f"{part}: " if part.partition(".")[0] in arguments_type.model_fields else section
         link = link.__context__
     return None if link is None else section + explain(link)
+
+
+def _type_problem(exit_request: SystemExit, arguments: Sequence[str]) -> str | None:
+    """ "--trainer.epochs two: expected a whole number", if tyro could not convert a value."""
+    argument = getattr(getattr(exit_request.__context__, "arg", None), "lowered", None)
+    if argument is None:
+        return None
+    option = next(
+        (name for name in argument.name_or_flags if any(_is_given_as(name, word) for word in arguments)), None
+    )
+    if option is None:
+        return None
+    position = next(at for at, word in enumerate(arguments) if _is_given_as(option, word))
+    following = itertools.takewhile(lambda word: not word.startswith("--"), arguments[position + 1 :])
+    given = shlex.join([arguments[position].replace("=", " ", 1), *following])
+    return f"{given}: expected {_in_words(argument.metavar or '')}"
+
+
+def _is_given_as(option: str, word: str) -> bool:
+    return word == option or word.startswith(f"{option}=")
+
+
+_CHOICE = re.compile(
+    r"invalid choice '(?P<given>.*?)' for argument '(?P<option>.*?)'\. Expected one of \((?P<all>.*?)\)"
+)
+
+
+def _choice_problem(printed: str) -> str | None:
+    """ "--trainer.precision fp8: expected fp32 or bf16", found in the box that tyro prints."""
+    found = _CHOICE.search(" ".join(re.sub("[│╭╮╰╯─]", " ", printed).split()))
+    if found is None:
+        return None
+    choices = re.findall("'(.*?)'", found["all"])
+    return f"{found['option']} {found['given']}: expected {' or '.join(choices)}"
+
+
+def _in_words(metavar: str) -> str:
+    """tyro's description of a value: "{None}|INT" -> "None or a whole number"."""
+    words = {"INT": "a whole number", "FLOAT": "a number", "STR": "a word"}
+    one = [
+        " or ".join(words.get(part, part.strip("{}").replace(",", " or ")) for part in value.split("|"))
+        for value in metavar.removeprefix("[").partition(" [")[0].split()
+    ]
+    return ", then ".join(one) + (", any number of times" if metavar.startswith("[") else "")
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------

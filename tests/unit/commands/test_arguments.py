@@ -9,7 +9,7 @@ from massl.commands.arguments import parse
 from massl.commands.compare.command import CompareSettings
 from massl.commands.pretrain_arguments import parse_pretrain
 from massl.commands.visualize import VisualizeSettings, visualize
-from massl.config import RecipeError, Settings
+from massl.config import RecipeError, Settings, UsageError
 from massl.methods import METHODS
 
 
@@ -78,3 +78,46 @@ def test_neighbors_are_neighbours() -> None:
 def test_a_kind_of_picture_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="kind"):
         visualize("runs/a", "neighbor", data="demo:test", output=tmp_path)  # type: ignore[arg-type]
+
+
+class Typed(Settings):
+    epochs: int = 3
+    rate: float = 0.1
+    scale: tuple[float, float] = (0.1, 0.2)
+    sizes: tuple[int, ...] = ()
+    options: dict[str, int] = Field(default_factory=dict)
+    most: int | None = None
+    is_fast: bool = False
+    kind: Literal["a", "b"] = "a"
+    part: Part = Part()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--epochs", "two"], ["--epochs two", "expected a whole number"]),
+        (["--epochs=1.5"], ["--epochs 1.5", "expected a whole number"]),
+        (["--part.depth", "deep", "--epochs", "2"], ["--part.depth deep:", "expected a whole number"]),
+        (["--rate", "fast"], ["--rate fast", "expected a number"]),
+        (["--scale", "0.1", "x"], ["--scale 0.1 x", "expected a number, then a number"]),
+        (["--sizes", "1", "big"], ["--sizes 1 big", "expected a whole number, any number of times"]),
+        (["--options", "{depth: 6}"], ["--options '{depth: 6}'", "a word, then a whole number, any number of times"]),
+        (["--most", "null"], ["--most null", "None or a whole number"]),
+        (["--is_fast", "maybe"], ["--is_fast maybe", "expected True or False"]),
+        (["--kind", "c"], ["--kind c", "expected a or b"]),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_with_its_option_and_what_is_expected(
+    given: list[str], words: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(Typed, "try", "", given)
+    assert [word for word in words if word not in str(caught.value)] == []
+    assert "literal" not in str(caught.value)
+    assert "massl try --help" in str(caught.value)
+
+
+def test_an_unknown_option_is_shown_with_those_that_are_similar(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(Typed, "try", "", ["--epoch", "3"])
+    assert "--epochs" in capsys.readouterr().err
