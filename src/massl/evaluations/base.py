@@ -12,6 +12,7 @@ from massl.config import Settings
 from massl.data.sources.base import DataError, ImageSource
 from massl.data.sources.folder import FolderSource
 from massl.evaluations.measurement import EvaluationError, Measurement
+from massl.ops.scoring.finite import num_not_finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ def _first_few(names: Sequence[str]) -> str:
 
 
 def require_finite(rows: Tensor, *, name: str) -> None:  # [N, ...]
-    num_broken = int((~rows.isfinite()).flatten(1).any(dim=1).sum())
+    num_broken = num_not_finite(rows)
     if num_broken:
         raise EvaluationError(
             f"features of {num_broken} of {len(rows)} images of {name} are not finite: the weights are damaged, or "

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
-import safetensors.torch
 import torch
 from pydantic import Field, model_validator
-from safetensors import SafetensorError
 from torch import Tensor
 
 from massl import distributed
@@ -26,9 +24,15 @@ from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.sources.base import ImageSource
 from massl.data.sources.subset import UnreadableImages
 from massl.evaluations.base import LabelledFeatures, labels_of_images, require_finite
+from massl.evaluations.feature_cache import (
+    DamagedCache,
+    read_rows,
+    read_unreadable,
+    write_rows,
+    write_unreadable,
+)
 from massl.evaluations.measurement import EvaluationError
 from massl.evaluations.named_features import FEATURES, read_feature
-from massl.files import replacing, write_atomically
 from massl.ops.image_ops import Filter, normalise
 from massl.weights.models import LoadedModel
 
@@ -68,6 +72,7 @@ class ViewedBatch(NamedTuple):
 
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +86,7 @@ class Extractor:
     feature: str | None = None  # instead of the protocol's
     crop_ratio: float = PUBLISHED_CROP_RATIO  # centre crop / shorter side of the evaluation view
     progress: Progress = lambda what, done, total: None
+    say: Callable[[str], None] = lambda message: None
     # without a cache folder: features of the readable images, until they are asked for
     _set_aside: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
@@ -245,24 +251,26 @@ class Extractor:
     def _kept(self, key: str, begin: int, *, num_rows: int) -> Tensor | None:
         if self.cache is None:
             return self._set_aside.pop(f"{key} {begin}", None)
-        path = self._file(key, begin)
-        # missing for one process: all compute it
-        if distributed.largest_over_ranks(int(not path.is_file()), self.device):
+        rows = self._read(self._file(key, begin), lambda path: read_rows(path, num_rows=num_rows))
+        # missing or damaged for one process: all compute it
+        return None if distributed.largest_over_ranks(int(rows is None), self.device) else rows
+
+    def _read(self, path: Path, read: Callable[[Path], Read]) -> Read | None:
+        """What a file of the cache holds; None if it does not exist, or is damaged, which is said."""
+        if not path.is_file():
             return None
-        with self.failing_together():
-            rows = _read_rows(path)
-            if len(rows) != num_rows:
-                raise EvaluationError(
-                    f"{path} holds {len(rows)} features instead of {num_rows}; delete it to compute them again"
-                )
-        return rows
+        try:
+            return read(path)
+        except DamagedCache as error:
+            self.say(f"{path} is damaged ({error}); it is computed again")
+            return None
 
     def _keep(self, key: str, begin: int, rows: Tensor) -> None:
         if self.cache is None:
             return
         with self.failing_together():  # which also waits: no process looks for the file before it exists
             if distributed.is_main():
-                _write_rows(self._file(key, begin), rows)
+                write_rows(self._file(key, begin), rows)
 
     def _keep_readable(self, key: str, rows: Tensor) -> None:
         """Keep the features of a source's readable images, in memory if there is no cache."""
@@ -278,32 +286,12 @@ class Extractor:
         if self.cache is not None:
             with self.failing_together():
                 if distributed.is_main():
-                    (self.cache / key).mkdir(parents=True, exist_ok=True)
-                    write_atomically(self.cache / key / _UNREADABLE_FILE, json.dumps(unreadable))
+                    write_unreadable(self.cache / key / _UNREADABLE_FILE, unreadable)
 
     def _raise_if_known(self, key: str, source: ImageSource) -> None:
         if self.cache is None:
             return
-        path = self.cache / key / _UNREADABLE_FILE
-        # missing for one process: all try again
-        if not distributed.largest_over_ranks(int(not path.is_file()), self.device):
-            reasons = json.loads(path.read_text(encoding="utf-8"))
-            raise UnreadableImages(source, {int(index): reason for index, reason in reasons.items()})
-
-
-def _read_rows(path: Path) -> Tensor:  # -> [n, D]
-    try:
-        return safetensors.torch.load_file(path)["rows"]
-    except (SafetensorError, OSError, KeyError) as error:
-        raise EvaluationError(f"{path} is damaged ({error}); delete it to compute it again") from None
-
-
-def _write_rows(path: Path, rows: Tensor) -> None:  # [n, D]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as partial:
-            safetensors.torch.save_file({"rows": rows.contiguous()}, partial)
-    except (SafetensorError, OSError) as error:
-        raise EvaluationError(
-            f"cannot write features to {path} ({error}); make room or choose another folder"
-        ) from None
+        reasons = self._read(self.cache / key / _UNREADABLE_FILE, read_unreadable)
+        # missing or damaged for one process: all try again
+        if not distributed.largest_over_ranks(int(reasons is None), self.device) and reasons is not None:
+            raise UnreadableImages(source, reasons)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from massl.methods.base import Method, StepHyper
+from massl.ops.scoring.finite import NotFinite
 from massl.training.loss_watch import LossWatch, NonFiniteLoss
 from massl.training.metrics_log import MetricsLog
 from massl.training.probes import NonFiniteFeatures, Probe, warnings_of
@@ -67,7 +68,7 @@ class RowLog:
             # Not compiled: other shapes and float32 would take longer to compile than they save.
             with self._display.busy("probing", is_probe=True), torch.compiler.set_stance("force_eager"):
                 return probe.measure(self._method, hyper, between_batches=between_batches)
-        except NonFiniteFeatures:
+        except (NonFiniteFeatures, NotFinite):
             step = max(0, done - 1)
             raise NonFiniteLoss(
                 f"the features after step {step} are not finite", step=step, indices=self._watch.last_indices

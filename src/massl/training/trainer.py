@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from massl.training.loss_watch import LossWatch, NonFiniteLoss
 from massl.training.optimizers import build_optimizer
 from massl.training.probes import Probe
 from massl.training.progress import ProgressDisplay
+from massl.training.ranks import require_equal_steps, stop_together
 from massl.training.row_log import RowLog
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
@@ -26,7 +28,7 @@ from massl.training.settings import TrainerSettings
 from massl.training.step import TrainingStep
 from massl.training.stop_request import StepAbandoned, StopRequest
 from massl.training.view_maker import ViewMaker
-from massl.weights.io import BACKBONE_FILE, backbone_bytes
+from massl.weights.io import BACKBONE_FILE, backbone_bytes, is_readable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,9 @@ class Trainer:
 
         `cautions` were printed before; the run folder keeps them.
         """
-        start_step = self._resume()
+        with stop_together():
+            start_step = self._resume()
+        require_equal_steps(start_step)
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)  # an earlier run of this process may have used more
         if start_step is not None and start_step >= self.end_step and self.rows.unprobed is None:
@@ -271,19 +275,21 @@ class Trainer:
                 state["unprobed"] = self.rows.unprobed
             if self.bad_steps.skipped:
                 state["skipped_steps"] = self.bad_steps.skipped
-            backbone, mean, std = self.method.backbone_to_evaluate(), self.views.mean, self.views.std
-            arguments, size, ratio = backbone.timm_arguments, self.views.global_size, self.crop_ratio
-            content = backbone_bytes(
-                backbone.model, timm_arguments=arguments, mean=mean, std=std, image_size=size, crop_ratio=ratio
-            )
             # Before the checkpoint: a run whose last checkpoint exists counts as finished and must have its backbone.
-            self.folder.write_bytes(BACKBONE_FILE, content)
+            self._write_backbone()
             self.store.save(done, state, milestone_every=self._milestone_steps)
         distributed.barrier()
 
+    def _write_backbone(self) -> None:
+        backbone, mean, std = self.method.backbone_to_evaluate(), self.views.mean, self.views.std
+        about: dict[str, Any] = {"timm_arguments": backbone.timm_arguments, "image_size": self.views.global_size}
+        content = backbone_bytes(backbone.model, **about, mean=mean, std=std, crop_ratio=self.crop_ratio)
+        self.folder.write_bytes(BACKBONE_FILE, content)
+
     def _resume(self) -> int | None:
         """Load the newest checkpoint; returns its step, or None for a new run."""
-        state = self.store.load_latest(self.display.warn)
+        own = {"method": self.method.state_dict(), "optimizer": self.optimizer.portable_state()}
+        state = self.store.load_latest(self.display.warn, like={"step": 0, "recipe": "", **own})
         if state is None:
             return None
         if differences := self.folder.differences_from(state["recipe"], data_digest=state.get("data", "")):
@@ -295,6 +301,9 @@ class Trainer:
         self.optimizer.load_portable_state(state["optimizer"])
         self.rows.unprobed, self.bad_steps.skipped = state.get("unprobed"), list(state.get("skipped_steps", []))
         step = int(state["step"])
+        if distributed.is_main() and not is_readable(self.folder.path / BACKBONE_FILE):
+            self.display.warn(f"{self.folder.path / BACKBONE_FILE} is missing or damaged: written anew")
+            self._write_backbone()
         if step == 0:  # weights to start from, nothing is trained yet
             return None
         if step < self.end_step:

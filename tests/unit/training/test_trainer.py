@@ -1,4 +1,5 @@
 import json
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,11 +25,13 @@ from massl.training.checkpoint import load_checkpoint
 from massl.training.metrics_log import TIMING_KEYS, read_metrics
 from massl.training.probes import Probe
 from massl.training.progress import ProgressDisplay
+from massl.training.ranks import require_equal_steps
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.settings import TrainerSettings
 from massl.training.stop_request import StepAbandoned
 from massl.training.trainer import FitResult, Trainer
+from massl.weights.io import BACKBONE_FILE
 
 SOURCE = ArraySource(
     name="noise",
@@ -325,6 +328,49 @@ def test_a_finished_run_does_nothing_when_started_again(straight_run: Path) -> N
     before = {path: path.read_bytes() for path in straight_run.rglob("*") if path.is_file()}
     assert fit(straight_run) == FitResult(step=6, finished=True, signal_number=None)
     assert {path: path.read_bytes() for path in straight_run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("what", ["weight", "memory", "recipe"])
+def test_a_newest_checkpoint_that_lacks_an_entry_is_left_for_the_one_before(
+    straight_run: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(tmp_path, trainer__checkpoint_every_steps=1, trainer__max_steps=4)
+    newest = tmp_path / "checkpoints" / "step_000000004.pt"
+    state = load_checkpoint(newest)
+    entries = state if what == "recipe" else state["method"]
+    del entries[next(key for key in entries if what in key)]
+    torch.save(state, newest)
+    fit(tmp_path, trainer__checkpoint_every_steps=1)
+    assert f"{newest} lacks" in "".join(capsys.readouterr().err.split("\n"))
+    assert_equal(checkpoint(tmp_path, 6), checkpoint(straight_run, 6))
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "changed"])
+def test_a_damaged_backbone_is_written_anew_when_the_run_is_started_again(
+    straight_run: Path, tmp_path: Path, damage: str
+) -> None:
+    shutil.copytree(straight_run, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / BACKBONE_FILE
+    content = path.read_bytes()
+    path.write_bytes({"missing": b"", "empty": b"", "changed": content[:-1] + b"\7"}[damage])
+    if damage == "missing":
+        path.unlink()
+    assert fit(tmp_path).finished
+    assert path.read_bytes() == content
+
+
+def test_a_continued_run_writes_the_same_bytes(straight_run: Path, tmp_path: Path) -> None:
+    fit(tmp_path, trainer__max_steps=3)
+    fit(tmp_path)
+    for name in ("checkpoints/step_000000006.pt", BACKBONE_FILE):
+        assert (tmp_path / name).read_bytes() == (straight_run / name).read_bytes(), name
+
+
+def test_processes_that_continue_from_different_checkpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "gather_objects", lambda step: [step, 20])
+    require_equal_steps(20)
+    with pytest.raises(RecipeError, match="rank 0 at step 10; rank 1 at step 20"):
+        require_equal_steps(10)
 
 
 def test_batches_in_parts_train_the_same_networks(straight_run: Path, tmp_path: Path) -> None:

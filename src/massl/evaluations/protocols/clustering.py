@@ -11,6 +11,7 @@ from massl.config import Settings
 from massl.evaluations.base import EvaluationData, ProtocolEntry, required_labels
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import EvaluationError, Measurement, Setting
+from massl.ops.scoring.finite import require_finite
 from massl.ops.scoring.kmeans import assign, spherical_kmeans
 
 # Published numbers of clusters other than the number of classes: NMI and AMI of ViTs on CIFAR-10 fit 47, not 10.
@@ -23,7 +24,12 @@ class ClusteringSettings(Settings):
     num_iterations: int = Field(100, gt=0, description="most iterations of one run of k-means")
     num_restarts: int = Field(10, gt=0, description="runs of k-means from other points, of which the best is kept")
     subsample_per_centroid: int = Field(256, ge=0, description="most random training images per cluster; 0: all")
-    seed: int = Field(1234, description="decides the chosen images and the first centroids")
+    seed: int = Field(
+        1234,
+        ge=-keyed_random.MAX_SEED,
+        le=keyed_random.MAX_SEED,
+        description="decides the chosen images and the first centroids",
+    )
 
 
 def train_statistics(rows: Tensor) -> tuple[Tensor, Tensor]:  # [N, D] -> mean [D], scale [D], float64
@@ -45,6 +51,7 @@ def cluster(train: Tensor, test: Tensor, *, num_clusters: int, settings: Cluster
     """The cluster of each test row, for clusters found among the training rows."""
     if num_clusters > len(train):
         raise EvaluationError(f"{num_clusters} clusters among {len(train)} images; lower --clustering.ks")
+    require_finite(test, name="the test features")
     num_points = num_clusters * settings.subsample_per_centroid
     points = train
     if 0 < num_points < len(train):

@@ -34,11 +34,14 @@ def knn_scores(
 
 
 def top_accuracy(scores: Tensor, labels: Tensor, *, num_best: int) -> float:  # [Q, C], [Q] -> percent
-    """Percentage of labels among the `num_best` highest scores; of equal scores the lower class comes first."""
+    """Percentage of labels among the `num_best` highest scores; of equal scores the lower class comes first.
+
+    A score that is not a number is never right: it is neither above nor below the others.
+    """
     own = scores.gather(1, labels[:, None])
     comes_first = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]
     num_before = ((scores > own) | ((scores == own) & comes_first)).sum(dim=1)
-    return 100.0 * float((num_before < num_best).double().mean())
+    return 100.0 * float(((num_before < num_best) & ~own.isnan()[:, 0]).double().mean())
 
 
 def settings_of_ks(ks: tuple[int, ...], *, num_train: int, name: str = "") -> dict[int, Setting]:

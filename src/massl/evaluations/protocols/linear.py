@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import safetensors.torch
 import torch
 from pydantic import Field
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from massl import distributed
@@ -42,7 +41,8 @@ from massl.evaluations.protocols.linear_training import (
     TrainingRows,
     kept_crops,
 )
-from massl.files import replacing
+from massl.files import write_atomically
+from massl.weights.tensor_files import read_tensors, write_tensors
 
 HEAD_FILE = "linear_head.safetensors"
 _CURVE_FILE = "linear_curve.json"
@@ -159,6 +159,7 @@ def train_heads(probe: LinearProbe, train: ImageSource, *, held_out: HeldOut | N
         device=extractor.device,
         allow_tf32=probe.allow_tf32,
         file=probe.output / f"linear_{_training_key(probe, train, held_out)}.safetensors",
+        say=extractor.say,
     )
     return sweep.run(lambda done, total: extractor.progress(f"linear heads on {train.name}", done, total))
 
@@ -222,7 +223,7 @@ def _write_curves(path: Path, trained: TrainedHeads) -> None:
             for selection, head in trained.chosen.items()
         },
     }
-    path.write_text(json.dumps(curves, indent=1), encoding="utf-8")
+    write_atomically(path, json.dumps(curves, indent=1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +254,7 @@ def save_head(path: Path, trained: TrainedHeads, probe: LinearProbe, *, class_na
         "backbone": model.fingerprint,
         "remark": "".join(f", {remark}" for remark in remarks),
     }
-    with replacing(path) as partial:
-        safetensors.torch.save_file({"weight": head.weights, "bias": head.bias}, partial, metadata=metadata)
+    write_tensors(path, {"weight": head.weights, "bias": head.bias}, metadata)
 
 
 def load_head(path: Path) -> SavedHead:
@@ -264,9 +264,7 @@ def load_head(path: Path) -> SavedHead:
             f"there is no linear head at {path}; the linear protocol writes {HEAD_FILE}: run it first"
         )
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-        tensors = safetensors.torch.load_file(path)
+        tensors, metadata = read_tensors(path)
         return SavedHead(
             weights=tensors["weight"],
             bias=tensors["bias"],

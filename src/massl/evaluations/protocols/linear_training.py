@@ -9,10 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-import safetensors.torch
 import torch
 from pydantic import Field, field_validator
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from massl import distributed, keyed_random
@@ -22,8 +21,8 @@ from massl.data.sources.base import ImageSource
 from massl.evaluations.base import LabelledFeatures
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import EvaluationError
-from massl.files import replacing
 from massl.ops.scoring.linear_heads import LinearHeads, count_correct, matrix_products, new_heads, sgd_step_
+from massl.weights.tensor_files import read_tensors, write_tensors
 
 PUBLISHED = "best over rates and epochs (as published)"
 HONEST = "rate chosen on held-out images"
@@ -46,7 +45,7 @@ class SweepSettings(Settings):
         min_length=1,
         description="learning rates for batches of 256, one head for each; they grow in proportion to the batch",
     )
-    seed: int = Field(0, ge=0, description="of initial heads, order, crops and held-out images")
+    seed: int = Field(0, ge=0, le=keyed_random.MAX_SEED, description="of first heads, order, crops, held-out images")
 
     @field_validator("base_rates")
     @classmethod
@@ -182,8 +181,9 @@ class Sweep:
         device: torch.device,
         allow_tf32: bool,
         file: Path,
+        say: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self._training, self._settings, self._file = training, settings, file
+        self._training, self._settings, self._file, self._say = training, settings, file, say
         self._device, self._allow_tf32 = device, allow_tf32
         self._test = (test.rows.to(device), test.labels.to(device))
         self._held_out, self._kept = None, None
@@ -291,26 +291,30 @@ class Sweep:
         tensors = {"test_correct": self._test_correct, "held_out_correct": self._held_out_correct}
         for selection, head in self._chosen.items():
             tensors |= {f"{selection}.weights": head.weights, f"{selection}.bias": head.bias}
-        if self._heads is not None:
-            tensors |= vars(self._heads)
+        tensors |= {} if self._heads is None else vars(self._heads)
         chosen = {selection: [head.rate_index, head.epoch] for selection, head in self._chosen.items()}
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self._file) as partial:
-            safetensors.torch.save_file(tensors, partial, metadata={"chosen": json.dumps(chosen)})
+        write_tensors(self._file, tensors, {"chosen": json.dumps(chosen)})
 
     def _restore(self) -> None:
-        # missing for one process: all start from the beginning
-        if distributed.largest_over_ranks(int(not self._file.is_file()), self._device):
+        state = self._read() if self._file.is_file() else None
+        # missing or damaged for one process: all start from the beginning
+        if distributed.largest_over_ranks(int(state is None), self._device) or state is None:
             return
-        try:
-            with safe_open(self._file, framework="pt") as file:
-                chosen = json.loads(file.metadata()["chosen"])
-            tensors = safetensors.torch.load_file(self._file)
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise EvaluationError(f"{self._file} is damaged ({error}); delete it to train the heads again") from None
+        tensors, chosen = state
         self._test_correct, self._held_out_correct = tensors.pop("test_correct"), tensors.pop("held_out_correct")
         for selection, (rate_index, epoch) in chosen.items():
             weights, bias = tensors.pop(f"{selection}.weights"), tensors.pop(f"{selection}.bias")
             self._chosen[selection] = ChosenHead(rate_index=rate_index, epoch=epoch, weights=weights, bias=bias)
         if tensors:
             self._heads = LinearHeads(**{name: tensor.to(self._device) for name, tensor in tensors.items()})
+
+    def _read(self) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]] | None:
+        try:
+            tensors, metadata = read_tensors(self._file)
+            chosen = json.loads(metadata["chosen"])
+            heads = [f"{selection}.{part}" for selection in chosen for part in ("weights", "bias")]
+            _ = [tensors[name] for name in ("test_correct", "held_out_correct", *heads)]  # all are there
+            return tensors, chosen
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            self._say(f"{self._file} is damaged ({error}); its heads are trained again")
+            return None

@@ -13,6 +13,7 @@ from massl.evaluations.base import EvaluationData, ProtocolEntry, require_same_c
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import EvaluationError, Measurement, Setting
 from massl.evaluations.protocols.knn import top_accuracy
+from massl.ops.scoring.finite import require_finite
 from massl.ops.scoring.lbfgs import LinearMap, minimise
 
 _CHUNK_ELEMENTS = 1 << 24  # float64 logits or rows at once: 128 MiB each
@@ -111,6 +112,7 @@ def fit_logistic(
     if penalty <= 0.0:
         raise EvaluationError(f"the penalty of logistic regression is {penalty}; it must be positive")
     assert len(rows) == len(labels) > 0
+    require_finite(rows, name="the training features")
     problem = _Problem(rows=rows, labels=labels, num_classes=num_classes, penalty=penalty)
     minimum = minimise(
         problem.value_and_gradient,
@@ -129,6 +131,7 @@ def fit_logistic(
 
 def logistic_scores(rows: Tensor, weights: Tensor) -> Tensor:  # [Q, D], [C, D] -> [Q, C] float64
     """Logits of the rows."""
+    require_finite(rows, name="the test features")
     chunks = torch.split(rows, max(1, _CHUNK_ELEMENTS // rows.shape[1]))
     return torch.cat([chunk.double() @ weights.T for chunk in chunks])
 

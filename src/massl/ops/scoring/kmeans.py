@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from massl import keyed_random
+from massl.ops.scoring.finite import require_finite
 
 _CHUNK_ELEMENTS = 1 << 26  # similarities in work at once: 256 MiB
 _SPLIT_CHANGE = 1.0 / 1024.0  # relative change of each coordinate that tells a copied centroid from its original
@@ -28,6 +29,7 @@ def spherical_kmeans(
     """The best of several runs from different random points."""
     if not 0 < num_clusters <= len(rows):
         raise ValueError(f"{num_clusters} clusters requested of {len(rows)} points")
+    require_finite(rows, name="the points")
     # drawn on the CPU: the same points on any device
     starts = (keyed_random.permutation(len(rows), (key, restart))[:num_clusters] for restart in range(num_restarts))
     runs = (_one_run(rows, rows[start.to(rows.device)], num_iterations=num_iterations) for start in starts)

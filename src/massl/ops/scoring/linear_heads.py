@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from massl.ops.scoring.finite import require_finite
+
 MOMENTUM = 0.9
 _MAX_LOGITS = 100_000_000  # held at once while classifying: 400 MB
 
@@ -86,6 +88,7 @@ def count_correct(weights: Tensor, biases: Tensor, rows: Tensor, labels: Tensor)
 
 def classify(weights: Tensor, bias: Tensor, rows: Tensor) -> Tensor:  # [C, D], [C], [N, D] -> [N]
     """The class with the largest logit."""
+    require_finite(rows, name="the features")
     chunks = torch.split(rows, max(1, _MAX_LOGITS // len(bias)))
     return torch.cat([torch.addmm(bias, chunk, weights.T).argmax(dim=1) for chunk in chunks])
 

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from massl.ops.scoring.finite import require_finite
+
 
 def cosine_topk(
     queries: Tensor, database: Tensor, *, num_neighbours: int, chunk_rows: int = 4096
@@ -11,6 +13,8 @@ def cosine_topk(
     """Similarities and indices of the `num_neighbours` most similar database rows, most similar first."""
     if not 0 < num_neighbours <= database.shape[0]:
         raise ValueError(f"{num_neighbours} neighbours requested among {database.shape[0]} rows")
+    require_finite(queries, name="the queries")
+    require_finite(database, name="the database")
     rows = normalize(database.float(), dim=-1).T
     found = [
         torch.topk(normalize(chunk.float(), dim=-1) @ rows, num_neighbours, dim=-1)

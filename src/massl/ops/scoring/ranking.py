@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from massl.ops.scoring.finite import require_finite
+
 
 def rank_by_cosine(queries: Tensor, database: Tensor) -> Tensor:  # [Q, D], [M, D] -> [Q, M] int64
     """Database rows by cosine similarity to each query, most similar first; ties keep their order."""
+    require_finite(queries, name="the queries")
+    require_finite(database, name="the database")
     similarities = normalize(queries.float(), dim=-1) @ normalize(database.float(), dim=-1).T
     return torch.argsort(similarities, dim=1, descending=True, stable=True)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import timm
 import torch
 from safetensors import safe_open
@@ -374,13 +375,30 @@ def test_a_finished_training_is_not_repeated_until_it_is_forgotten(tmp_path: Pat
         )
 
 
-def test_a_damaged_state_is_named(tmp_path: Path) -> None:
-    data = data_in(tmp_path)
-    probe = prepare_probe(extractor_of(), data, QUICK)
+@pytest.mark.parametrize("damage", ["cut short", "changed", "no heads"])
+def test_damaged_heads_are_trained_again_and_said_so(tmp_path: Path, damage: str) -> None:
+    data, lines = data_in(tmp_path), list[str]()
+    probe = prepare_probe(extractor_of(say=lines.append), data, QUICK)
     trained = train_heads(probe, data.train, held_out=None)
-    trained.file.write_bytes(trained.file.read_bytes()[:-5])
-    with pytest.raises(EvaluationError, match=r"linear_.*\.safetensors is damaged .* delete it"):
-        train_heads(probe, data.train, held_out=None)
+    content = trained.file.read_bytes()
+    other = safetensors.torch.save({"test_correct": torch.zeros(3, 3)}, {"chosen": "{}"})
+    trained.file.write_bytes(
+        {"cut short": content[:-5], "changed": content[:-5] + b"\1" + content[-4:], "no heads": other}[damage]
+    )
+    again = train_heads(probe, data.train, held_out=None)
+    assert len(lines) == 1
+    assert f"{trained.file} is damaged" in lines[0]
+    assert torch.equal(again.chosen[PUBLISHED].weights, trained.chosen[PUBLISHED].weights)
+    assert trained.file.read_bytes() == content
+
+
+def test_a_changed_head_is_refused(tmp_path: Path) -> None:
+    data = data_in(tmp_path)
+    list(measure_linear(extractor_of(), data, QUICK))
+    path = data.output / "linear_head.safetensors"
+    path.write_bytes(path.read_bytes()[:-5] + b"\1" + path.read_bytes()[-4:])
+    with pytest.raises(EvaluationError, match=rf"{path} .*digest"):
+        load_head(path)
 
 
 # ---- features, labels, errors ----------------------------------------------------------------------------------------

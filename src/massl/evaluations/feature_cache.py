@@ -1,0 +1,68 @@
+"""Files of the feature cache: checked when they are read, and computed again if they are damaged.
+
+Several evaluations may share a cache: each writes whole files, and all would write the same content.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from massl.evaluations.measurement import EvaluationError
+from massl.files import make_folder, remove_leftovers, write_atomically
+from massl.ops.scoring.finite import num_not_finite
+from massl.weights.tensor_files import read_tensors, write_tensors
+
+
+class DamagedCache(Exception):
+    """A file of the cache cannot be used; the message says why."""
+
+
+def read_rows(path: Path, *, num_rows: int) -> Tensor:  # -> [num_rows, D]
+    """Features of a file. Raises DamagedCache."""
+    try:
+        rows = read_tensors(path)[0]["rows"]
+    except (SafetensorError, OSError) as error:
+        raise DamagedCache(str(error)) from None
+    except KeyError:
+        raise DamagedCache("it holds no features") from None
+    if rows.dim() != 2 or rows.dtype != torch.float32 or len(rows) != num_rows:
+        raise DamagedCache(f"it holds {[*rows.shape]} values of {rows.dtype} instead of {num_rows} features")
+    if num_broken := num_not_finite(rows):  # files of older versions have no digest
+        raise DamagedCache(f"{num_broken} of its {num_rows} features are not finite")
+    return rows
+
+
+def write_rows(path: Path, rows: Tensor) -> None:  # [n, D]
+    try:
+        write_tensors(path, {"rows": rows.contiguous()})
+        remove_leftovers(path.parent)
+    except (SafetensorError, OSError) as error:
+        raise EvaluationError(
+            f"cannot write features to {path} ({error}); make room or choose another folder"
+        ) from None
+
+
+def read_unreadable(path: Path) -> dict[int, str]:
+    """Which images cannot be read, and why. Raises DamagedCache."""
+    try:
+        content = json.loads(path.read_bytes())
+        reasons = content["reasons"] if "digest" in content else content  # older files have no digest
+        if content.get("digest", _digest_of(reasons)) != _digest_of(reasons):
+            raise DamagedCache("its content does not match its digest")
+        return {int(index): str(reason) for index, reason in reasons.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+        raise DamagedCache(f"{type(error).__name__}: {error}") from None
+
+
+def write_unreadable(path: Path, reasons: dict[int, str]) -> None:
+    named = {str(index): reason for index, reason in reasons.items()}
+    make_folder(path.parent)
+    write_atomically(path, json.dumps({"reasons": named, "digest": _digest_of(named)}))
+
+
+def _digest_of(reasons: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(reasons, sort_keys=True).encode()).hexdigest()
