@@ -1,6 +1,7 @@
 """Continuing a run: its folder alone, images that moved or changed, a longer run from its weights."""
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import massl
+from massl.commands.pretrain_arguments import parse_pretrain
 from massl.config import MasslError
 from massl.training.data_record import ChangedData
 from massl.training.run_folder import RunFolderError
@@ -45,10 +47,16 @@ def test_the_folder_alone_continues_a_run_bit_for_bit(
 
 
 def test_without_a_recipe_a_new_folder_is_refused(massl_here: Any, tmp_path: Path) -> None:
-    answer = massl_here("pretrain", "--output", tmp_path / "new")
-    assert answer.status == 1
-    assert "--recipe" in answer.text
-    with pytest.raises(MasslError, match="which recipe"):
+    for given in (["--output", tmp_path / "new"], ["--output", tmp_path / "new", "--data", "my photos"]):
+        answer = massl_here("pretrain", *given)
+        assert answer.status == 1
+        assert "no run is there" in answer.text
+        assert "carp-" not in answer.text  # not a list of all recipes
+        command = answer.text.partition("Start one with: massl pretrain ")[2].partition(" (")[0]
+        call = parse_pretrain(shlex.split(command))
+        assert call.output == str(tmp_path / "new")
+        assert call.recipe.data.source == ("my photos" if "--data" in given else "photos/")
+    with pytest.raises(MasslError, match="no run is there"):
         massl.pretrain(output=tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

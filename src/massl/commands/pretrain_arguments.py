@@ -1,5 +1,6 @@
 """The arguments of `massl pretrain`, and the recipe they ask for."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +10,6 @@ from pydantic import Field, create_model
 
 from massl.commands.arguments import parse
 from massl.commands.recipe import PretrainRecipe, load_recipe
-from massl.commands.recipes import shipped_recipes
 from massl.config import RecipeError, dotted, merge, validate
 from massl.methods import METHODS
 
@@ -55,7 +55,7 @@ def parse_pretrain(arguments: Sequence[str]) -> PretrainCall:
     data = _value_of("--data", arguments) or _value_of("--data.source", arguments)
     given = {"method.name": _value_of("--method.name", arguments), "data.source": data}
     recipe = load_recipe(
-        name or (_SHOWN_RECIPE if is_help else recipe_of_run(*runs)),
+        name or (_SHOWN_RECIPE if is_help else recipe_of_run(*runs, data=data)),
         {key: value for key, value in given.items() if value is not None},  # they change what other values mean
     )
     # Only the chosen method's options; the rest would clutter --help.
@@ -68,15 +68,16 @@ def parse_pretrain(arguments: Sequence[str]) -> PretrainCall:
     return PretrainCall(PretrainRecipe.model_validate(values), parsed.output, parsed.start_from)
 
 
-def recipe_of_run(*runs: str | Path | None) -> Path:
+def recipe_of_run(*runs: str | Path | None, data: str | Path | None = None) -> Path:
     """The recipe that the first of the folders keeps, so that --output alone continues a run."""
     for run in runs:
         if run is not None and (file := Path(run).expanduser() / "recipe.yaml").is_file():
             return file
-    raise RecipeError(
-        f"which recipe? Give --recipe NAME_OR_FILE; shipped ones: {', '.join(shipped_recipes())}. Only to continue a "
-        "run is its --output enough."
-    )
+    named = [str(run) for run in runs if run is not None]
+    none = f"{' and '.join(named)}: no run is there to take the recipe from. " if named else "which recipe? "
+    start = ["massl", "pretrain", "--recipe", "massl-tiny", "--data", str(data or "photos/")]
+    start += ["--output", *(named[:1] or ["runs/a"])]
+    raise RecipeError(f"{none}Start one with: {shlex.join(start)} (massl recipes lists all recipes)")
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:
