@@ -303,3 +303,9 @@ def test_a_wrong_command_is_noticed(wrong: str, workplace: Path) -> None:
     (words,) = commands_in(wrong)
     with pytest.raises((Exception, SystemExit, pytest.fail.Exception)):
         check(words)
+
+
+def test_the_page_on_training_offers_every_recipe_of_the_paper_s_method() -> None:
+    table = (ROOT / "docs" / "pretrain.md").read_text(encoding="utf-8").partition("## 2.")[2].partition("## 3.")[0]
+    recipes = [name for name in shipped_recipes() if name.startswith("massl-")]
+    assert [name for name in recipes if f"| [{name}](" not in table] == []
