@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from massl.config import MasslError, Settings
+from massl.data.sources.keys import printable
 from massl.reports.tables import ResultsTable
 
 _FILE_WIDTH = 160  # columns of a table that is piped to a file
@@ -37,8 +38,8 @@ def result_console() -> Console:
 
 
 def print_line(console: Console, text: str, *, style: str | None = None) -> None:
-    """Print text as it is: rich neither wraps it nor reads [brackets] and :colons: in it."""
-    console.print(text, style=style, markup=False, emoji=False, soft_wrap=True)
+    """Print text as it is: rich neither wraps it nor reads [brackets] and :colons: in it, no name moves the cursor."""
+    console.print(printable(text), style=style, markup=False, emoji=False, soft_wrap=True)
 
 
 @contextmanager

@@ -18,8 +18,10 @@ from massl.commands.images import UnreadableLeftOut, open_images
 from massl.commands.model import ModelSettings, model_on_device
 from massl.config import MasslError, merge, validate
 from massl.data.loading.given_images import GivenImage, given_source
+from massl.data.loading.range_sample import settle_ranges
 from massl.data.sources import ImageSource
 from massl.data.sources.base import Pixels
+from massl.data.sources.keys import stored_key
 from massl.evaluations.features import Extractor
 from massl.files import replacing
 
@@ -50,7 +52,7 @@ class Embeddings(NamedTuple):
 
     features: Rows  # [N, D]
     labels: Labels  # [N]; -1: none
-    keys: list[str]  # paths, or numbers of images without one
+    keys: list[str]  # paths as Python opens them, or numbers of images without one
 
 
 @overload
@@ -77,13 +79,21 @@ def embed(
     values: dict[str, Any] = {"model": str(model)}
     if output is None:
         options = validate(ModelSettings, merge(values, overrides or {}, ModelSettings), origin="embed")
-        source = open_images(data) if isinstance(data, str | Path) else given_source(data)
+        source = _open(data, options)
         with model_on_device(options, cache=None) as (extractor, console):
             return UnreadableLeftOut(console).run(partial(_embeddings, extractor), source)
-    given = None if isinstance(data, str | Path) else given_source(data)
-    values |= {"data": str(data) if given is None else given.name, "output": str(output)}
+    is_named = isinstance(data, str | Path)
+    values |= {"data": str(data) if is_named else "the given images", "output": str(output)}
     settings = validate(EmbedSettings, merge(values, overrides or {}, EmbedSettings), origin="embed")
-    return run_embedding(settings, given)
+    return run_embedding(settings, None if is_named else _open(data, settings))
+
+
+def _open(data: Images, settings: ModelSettings) -> ImageSource:
+    if isinstance(data, str | Path):
+        return open_images(data, rules=settings.rules())
+    source = given_source(data, rules=settings.rules())
+    settle_ranges(source)
+    return source
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -98,7 +108,7 @@ def run_embedding(settings: EmbedSettings, source: ImageSource | None = None) ->
         raise MasslError(f"{path} exists; move it away or choose another --output")
     if path.suffix == ".parquet":
         _require_pyarrow()
-    source = open_images(settings.data) if source is None else source
+    source = _open(settings.data, settings) if source is None else source
     require_writable(path.parent)
     with model_on_device(settings, cache=None) as (extractor, console):
         rows = UnreadableLeftOut(console).run(partial(_embeddings, extractor), source)
@@ -112,10 +122,15 @@ def run_embedding(settings: EmbedSettings, source: ImageSource | None = None) ->
                 "data": source.name,
             }
             with replacing(path) as unfinished:
-                WRITERS[path.suffix](unfinished, *rows, about)
+                keys = list(map(stored_key, rows.keys))
+                WRITERS[path.suffix](unfinished, rows.features, rows.labels, keys, _storable(about))
         print_line(console, f"{path}: {len(rows.keys):,} features of {rows.features.shape[1]} dimensions")
         distributed.barrier()
     return path
+
+
+def _storable(about: dict[str, str]) -> dict[str, str]:
+    return {name: stored_key(value) for name, value in about.items()}
 
 
 def _embeddings(extractor: Extractor, source: ImageSource) -> Embeddings:

@@ -12,8 +12,10 @@ from rich.status import Status
 
 from massl.commands.console import message_console, print_line
 from massl.data.loading.image_reader import MAX_UNREADABLE_SHARE
+from massl.data.loading.range_sample import settle_ranges
 from massl.data.sources import ImageSource, open_source, remarks_of
 from massl.data.sources.base import DataError
+from massl.data.sources.rules import DEFAULT_RULES, ReadRules
 from massl.data.sources.subset import UnreadableImages
 
 _SECONDS_ON_TERMINAL = 1.0
@@ -22,16 +24,16 @@ _SECONDS_ELSEWHERE = 10.0
 Result = TypeVar("Result")
 
 
-def open_images(uri: str | Path, *, as_before: bool = False) -> ImageSource:
-    """The images, after printing which classes were found and which files were ignored.
+def open_images(uri: str | Path, *, as_before: bool = False, rules: ReadRules = DEFAULT_RULES) -> ImageSource:
+    """The images, after printing which classes were found, which files were ignored and how deep images are read.
 
-    `as_before`: see `open_source`.
+    `as_before`, `rules`: see `open_source`.
     """
     # by the environment: the processes may not be connected yet
     console = message_console(quiet=os.environ.get("RANK", "0") != "0")
     with _listing_on(console) as show:
-        source = open_source(uri, on_listing=show, as_before=as_before)
-    for remark in remarks_of(source):
+        source = open_source(uri, on_listing=show, as_before=as_before, rules=rules)
+    for remark in (*remarks_of(source), *settle_ranges(source)):
         print_line(console, remark)
     return source
 

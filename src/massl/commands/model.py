@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -15,10 +15,13 @@ from massl.commands.arguments import ModelName
 from massl.commands.console import message_console, print_line
 from massl.commands.device import Device, choose_device, host_threads_for
 from massl.data.evaluation.views import whole_patches
+from massl.data.settings import increasing, read_rules
+from massl.data.sources.rules import MAX_FILE_MIB, MAX_MEGAPIXELS, PixelRanges, ReadRules
 from massl.evaluations.features import ExtractionSettings, Extractor
 from massl.evaluations.features import Progress as ProgressFunction
 from massl.evaluations.named_features import FEATURES
 from massl.nn.token_readout import patch_size
+from massl.training.data_record import DataRecord
 from massl.weights.models import open_model
 
 _SECONDS_BETWEEN_LINES = 60.0
@@ -51,6 +54,29 @@ class ModelSettings(ExtractionSettings):
         "vit_small_patch16_224.dino",
     )
     device: Device = Field("auto", description="auto: a GPU where there is one")
+    pixel_range: tuple[float, float] | None = Field(
+        None,
+        description="values of black and white in images of more than 8 bits; default: those of the model's run, the "
+        "file's bit depth, or sampled",
+    )
+    max_file_mib: int = Field(MAX_FILE_MIB, gt=0, description="larger image files are left out as unreadable")
+    max_megapixels: int = Field(MAX_MEGAPIXELS, gt=0, description="images with more are left out as unreadable")
+
+    @field_validator("pixel_range")
+    @classmethod
+    def _low_comes_first(cls, pixel_range: tuple[float, float] | None) -> tuple[float, float] | None:
+        return increasing(pixel_range)
+
+    def rules(self) -> ReadRules:
+        """How images are read: as stated, or as the model's run read them."""
+        return read_rules(self.pixel_range, self.max_file_mib, self.max_megapixels, ranges_of_run(self.model))
+
+
+def ranges_of_run(model: str) -> PixelRanges | None:
+    """The range that a run recorded of its images with more than 8 bits; None if it had none."""
+    path = Path(model).expanduser()
+    record = DataRecord(path if path.is_dir() else path.parent)
+    return record.ranges if record.exists and record.ranges.key else None
 
 
 @contextmanager
@@ -78,6 +104,7 @@ def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[
                 feature=settings.feature,
                 crop_ratio=crop_ratio,
                 progress=progress,
+                say=lambda message: print_line(console, message, style="yellow"),
             ),
             console,
         )

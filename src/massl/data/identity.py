@@ -7,7 +7,8 @@ import hashlib
 import os
 from dataclasses import dataclass
 
-from massl.data.sources import ImageSource
+from massl.data.sources import ImageSource, files_of
+from massl.data.sources.rules import DEFAULT_RULES, PixelRanges
 
 _SHOWN = 3  # names in a message
 
@@ -19,6 +20,7 @@ class DataIdentity:
     source: str  # as opened, for messages
     files: bytes  # "SIZE NAME\0" of every file; empty for arrays
     as_before: bool  # listed as by older versions, see `open_source`
+    ranges: PixelRanges = DEFAULT_RULES.ranges  # of images with more than 8 bits
 
 
 def identify(source: ImageSource, *, as_before: bool = False) -> DataIdentity:
@@ -32,6 +34,7 @@ def identify(source: ImageSource, *, as_before: bool = False) -> DataIdentity:
         source=source.name,
         files=contents.files,
         as_before=as_before,
+        ranges=next((files.rules.ranges for files in files_of(source)), DEFAULT_RULES.ranges),
     )
 
 

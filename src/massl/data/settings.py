@@ -2,9 +2,24 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from massl.config import Settings
+from massl.data.sources.rules import MAX_FILE_MIB, MAX_MEGAPIXELS, PixelRanges, ReadRules
+
+
+def increasing(pixel_range: tuple[float, float] | None) -> tuple[float, float] | None:
+    if pixel_range is not None and pixel_range[0] >= pixel_range[1]:
+        raise ValueError("LOW must be below HIGH, e.g. 0 4095")
+    return pixel_range
+
+
+def read_rules(
+    pixel_range: tuple[float, float] | None, max_file_mib: int, max_megapixels: int, known: PixelRanges | None
+) -> ReadRules:
+    """A stated range comes first, then the known one; without both, the source is sampled."""
+    ranges = PixelRanges(stated=pixel_range) if pixel_range is not None else known or PixelRanges()
+    return ReadRules(max_file_mib=max_file_mib, max_megapixels=max_megapixels, ranges=ranges)
 
 
 class DataSettings(Settings):
@@ -21,6 +36,12 @@ class DataSettings(Settings):
     decoder: Literal["cpu", "gpu"] = Field(
         "cpu", description="Decoder of plain JPEGs; gpu: nvJPEG, whose pixels differ by about one grey level"
     )
+    pixel_range: tuple[float, float] | None = Field(
+        None,
+        description="Black and white in images of more than 8 bits; default: by the file's bit depth, or a sample",
+    )
+    max_file_mib: int = Field(MAX_FILE_MIB, gt=0, description="Larger image files are skipped as unreadable")
+    max_megapixels: int = Field(MAX_MEGAPIXELS, gt=0, description="Images with more are skipped as unreadable")
     # excluded: a permission for one command, not a part of the recipe that a run keeps
     accept_changes: bool = Field(
         False, exclude=True, description="Continue a run although its images have changed; recorded in data.json"
@@ -28,6 +49,15 @@ class DataSettings(Settings):
     cache_gib: float = Field(
         0.0, ge=0.0, description="GiB of decoded images to keep in memory, per process (one process per GPU); 0: none"
     )
+
+    @field_validator("pixel_range")
+    @classmethod
+    def _low_comes_first(cls, pixel_range: tuple[float, float] | None) -> tuple[float, float] | None:
+        return increasing(pixel_range)
+
+    def rules(self, known: PixelRanges | None = None) -> ReadRules:
+        """How images are read; `known`: the ranges that a run began with."""
+        return read_rules(self.pixel_range, self.max_file_mib, self.max_megapixels, known)
 
     @model_validator(mode="after")
     def _gpu_decoder_needs_threads(self) -> "DataSettings":

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from massl.config import MasslError
 from massl.data.identity import DataIdentity, describe_change
+from massl.data.sources.rules import PixelRanges
 from massl.files import write_atomically
 
 _FILE, _LIST = "data.json", "data_files.gz"
@@ -32,6 +33,12 @@ class DataRecord:
     def as_before(self) -> bool:
         """Whether the images were listed as by older versions."""
         return bool(self._read().get("as_before", False))
+
+    @property
+    def ranges(self) -> PixelRanges:
+        """Of images with more than 8 bits; a run that did not record them guessed one for each image."""
+        recorded = self._read().get("pixel_ranges")
+        return PixelRanges(of_each_image=True) if recorded is None else PixelRanges.from_json(recorded)
 
     def digests(self) -> list[str]:
         """Of the images now, and of those before each accepted change."""
@@ -60,6 +67,7 @@ class DataRecord:
             "source": now.source,
             "as_before": now.as_before,
             "changes": changes,
+            "pixel_ranges": now.ranges.as_json(),
         }
         if record == known:
             return
@@ -72,8 +80,13 @@ class DataRecord:
             return {}
         try:
             known: dict[str, Any] = json.loads((self.folder / _FILE).read_text(encoding="utf-8"))
-            return {key: known[key] for key in ("digest", "num_images", "source", "as_before", "changes")}
-        except (ValueError, KeyError, TypeError) as error:
+            needed = {key: known[key] for key in ("digest", "num_images", "source", "as_before", "changes")}
+            recorded = known.get("pixel_ranges")
+            if recorded is None:
+                return needed
+            PixelRanges.from_json(recorded)  # raises if it is no such record
+            return {**needed, "pixel_ranges": recorded}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ChangedData(
                 f"{self.folder / _FILE} cannot be read ({error!r}), so it is not known which images this run was "
                 "trained on; delete the file if they have not changed"

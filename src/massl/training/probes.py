@@ -13,8 +13,9 @@ from massl.config import RecipeError, Settings
 from massl.data.loading.cache import ImageCache
 from massl.data.loading.gpu_decode import jpeg_decoder
 from massl.data.loading.loader import ImageBatch, Loader
+from massl.data.loading.range_sample import settle_ranges
 from massl.data.settings import DataSettings
-from massl.data.sources import ImageSource, label_doubt, open_source
+from massl.data.sources import ImageSource, files_of, label_doubt, open_source
 from massl.data.views import ViewSettings, make_views
 from massl.methods.base import Method, StepHyper
 from massl.ops.image_ops import centre_view, normalise
@@ -83,7 +84,12 @@ class Probe:
         )
 
     def _open(self, uri: str, default: ImageSource) -> ImageSource:
-        return open_source(uri, as_before=self._as_before) if uri else default
+        if not uri:
+            return default
+        rules = next((files.rules for files in files_of(default)), self._data.rules())
+        source = open_source(uri, as_before=self._as_before, rules=rules)
+        settle_ranges(source)
+        return source
 
     def _choose(self, training_source: ImageSource) -> tuple[_Subset | None, _Subset]:
         database = self._open(self.settings.database, training_source)

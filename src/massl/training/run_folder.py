@@ -12,6 +12,7 @@ from typing import Any
 
 from massl.config import MasslError, RecipeError, Settings, flatten, read_yaml, to_yaml, validate
 from massl.data.identity import DataIdentity
+from massl.data.sources.rules import PixelRanges
 from massl.files import is_leftover, write_atomically
 from massl.training.checkpoint import CheckpointStore
 from massl.training.data_record import DataRecord
@@ -24,6 +25,8 @@ MAY_CHANGE = frozenset(
         "data.num_workers",
         "data.worker_kind",
         "data.cache_gib",
+        "data.max_file_mib",
+        "data.max_megapixels",
         "trainer.max_steps",
         "trainer.device",
         "trainer.accumulation_steps",
@@ -193,6 +196,11 @@ class RunFolder:
         """Whether the run began with a version that listed other files and classes."""
         record = DataRecord(self.path)
         return self.has_begun and (record.as_before if record.exists else True)
+
+    @property
+    def known_ranges(self) -> PixelRanges | None:
+        """Of images with more than 8 bits, if the run has begun; None: they are sampled."""
+        return DataRecord(self.path).ranges if self.has_begun else None
 
     def _refuse_other_start(self, start_from: Path | None) -> None:
         """A run that has begun keeps its start, which may be named again; a new one needs a run with weights."""

@@ -1,10 +1,12 @@
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from massl.data.identity import DataIdentity
+from massl.data.sources.rules import PixelRanges
 from massl.training.data_record import ChangedData, DataRecord
 
 
@@ -30,6 +32,7 @@ def test_the_images_and_their_names_are_kept(tmp_path: Path) -> None:
         "source": "photos",
         "as_before": False,
         "changes": [],
+        "pixel_ranges": {},
     }
     assert gzip.decompress((tmp_path / "data_files.gz").read_bytes()) == b"7 a\x007 b\0"
     assert record.digests() == ["a-b"]
@@ -94,3 +97,16 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> Non
     (tmp_path / "data.json").write_text(text)
     with pytest.raises(ChangedData, match=r"data\.json cannot be read"):
         DataRecord(tmp_path).refuse_changes(images("a"))
+
+
+def test_ranges_are_kept_and_a_run_without_a_record_of_them_guessed_each_image(tmp_path: Path) -> None:
+    ranges = PixelRanges(integers=(0, 4095))
+    record = write(tmp_path, replace(images("a"), ranges=ranges))
+    assert record.ranges == ranges
+    known = json.loads((tmp_path / "data.json").read_text())
+    (tmp_path / "data.json").write_text(json.dumps({**known, "pixel_ranges": {"integers": 3}}))
+    with pytest.raises(ChangedData, match=r"data\.json"):
+        _ = record.ranges
+    del known["pixel_ranges"]
+    (tmp_path / "data.json").write_text(json.dumps(known))
+    assert record.ranges == PixelRanges(of_each_image=True)

@@ -45,7 +45,8 @@ class Job:
 def jobs_of(request: EvaluationRequest) -> tuple[list[Job], dict[str, str]]:
     """The jobs to do, and for the title of each job that lacks files: which, and how to get them."""
     if request.data_root is None or not (request.suite or request.data):
-        open_once = functools.cache(open_images)  # all protocols judge the same images
+        # all protocols judge the same images
+        open_once = functools.cache(functools.partial(open_images, rules=request.rules()))
         return [_job_on_given_data(request, protocol, open_once) for protocol in request.protocol], {}
     root = Path(request.data_root).expanduser()
     planned = list(_jobs_of_suite(request, root) if request.suite else _jobs_on_known_data(request, root))

@@ -12,7 +12,7 @@ import torch
 from massl import keyed_random
 from massl.commands.device import Device
 from massl.commands.images import UnreadableLeftOut, open_images
-from massl.commands.model import ModelSettings, model_on_device
+from massl.commands.model import ModelSettings, model_on_device, ranges_of_run
 from massl.commands.recipe import PretrainRecipe
 from massl.config import read_yaml, validate
 from massl.data.sources import label_doubt
@@ -55,11 +55,12 @@ def open_run(
     data: str | None,
     device: Device,
     num_images: int = _NUM_IMAGES,
-    open_source: Callable[[str], ImageSource] = open_images,
+    open_source: Callable[..., ImageSource] = open_images,
 ) -> Iterator[RunFeatures]:
     """The run's backbone on its device, seeing images as its probe does."""
     recipe = validate(PretrainRecipe, read_yaml(folder / "recipe.yaml"), origin=str(folder / "recipe.yaml"))
-    sample = choose_sample(recipe, data, num_images=num_images, open_source=open_source)
+    open_as_run = functools.partial(open_source, rules=recipe.data.rules(ranges_of_run(str(folder))))
+    sample = choose_sample(recipe, data, num_images=num_images, open_source=open_as_run)
     probes = recipe.probes
     settings = ModelSettings(
         model=str(folder), device=device, image_size=recipe.views.global_size, crop_ratio=probes.crop_ratio

@@ -9,10 +9,12 @@ and `tobytes`). At 3,000 images/s that is 5 % of the lock against 75 %.
 import contextlib
 import importlib.util
 import io
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 import numpy as np
@@ -20,11 +22,15 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from massl.data.loading.file_limits import excess_before_opening, excess_of_scans, exif_bytes, is_bounded_directory
 from massl.data.loading.jpeg_header import read_jpeg_header
+from massl.data.loading.pixel_values import OutOfRange, eight_bit, look
 from massl.data.sources.base import EncodedImage, Pixels
 from massl.data.sources.formats import pillow_formats
+from massl.data.sources.rules import DEFAULT_RULES, MAX_MEGAPIXELS, PixelRanges, ReadRules
 
-MAX_PIXELS: Final = 178_956_970  # Pillow's limit against decompression bombs: half a GiB of RGB
+_LARGE_PIXELS: Final = 50_000_000  # decoded one after another: each takes half a GiB or more
+_STRIP_PIXELS: Final = 2**22  # of images with transparency, which need four copies of what is composed at once
 
 _ORIENTATION_TAG: Final = 0x0112
 _TURN_UPRIGHT: Final = {
@@ -37,6 +43,8 @@ _TURN_UPRIGHT: Final = {
     8: Image.Transpose.ROTATE_90,
 }
 _RGB_MODE: Final = 3  # torchvision's ImageReadMode.RGB
+_PLAIN_PIXELS: Final = MAX_MEGAPIXELS * 1_000_000  # larger ones are left to Pillow, which knows the user's limit
+_one_at_a_time = Lock()
 
 # PyTorch warns once per process that the buffer is not writable; nothing here writes to it
 with warnings.catch_warnings():
@@ -52,7 +60,7 @@ def decode(image: EncodedImage, *, max_side: int) -> Tensor:  # -> [3, H, W] uin
     """The image in RGB, transparent parts on white, reduced so that no side exceeds `max_side`."""
     data, turn_upright = image.data, image.turn_upright
     pixels = _decode_plain_jpeg(data, max_side, turn_upright) if isinstance(data, bytes) else None
-    return _decode_with_pillow(data, max_side, turn_upright) if pixels is None else pixels
+    return _decode_with_pillow(data, max_side, turn_upright, image.rules) if pixels is None else pixels
 
 
 def is_plain_jpeg(data: bytes, *, max_side: int, for_gpu: bool = False, turn_upright: bool = True) -> bool:
@@ -62,7 +70,10 @@ def is_plain_jpeg(data: bytes, *, max_side: int, for_gpu: bool = False, turn_upr
         header = header._replace(orientation=1)  # whatever it says
     if header is None or not header.is_plain or (for_gpu and not (header.is_baseline and header.is_ycbcr)):
         return False
-    return max(header.height, header.width) <= max_side and header.height * header.width <= MAX_PIXELS
+    num_pixels = header.height * header.width
+    if max(header.height, header.width) > max_side or num_pixels > _PLAIN_PIXELS:
+        return False
+    return not header.is_progressive or not excess_of_scans(data, num_pixels)
 
 
 def as_tensor(data: bytes) -> Tensor:  # -> [num_bytes] uint8
@@ -126,68 +137,102 @@ def _trial_jpegs() -> list[bytes]:
     return [buffer.getvalue() for buffer in buffers]
 
 
-def _decode_with_pillow(data: bytes | Pixels, max_side: int, turn_upright: bool = True) -> Tensor:  # -> [3, H, W] uint8
+def _decode_with_pillow(
+    data: bytes | Pixels, max_side: int, turn_upright: bool = True, rules: ReadRules = DEFAULT_RULES
+) -> Tensor:  # -> [3, H, W] uint8
     try:
         if isinstance(data, bytes):
-            picture = _open(data, max_side, turn_upright)
+            picture = _open(data, max_side, turn_upright, rules)
         else:
             picture = _reduced(Image.fromarray(data), max_side)
         bands = picture.split()  # splitting in Pillow is twice as fast as transposing [H, W, 3] in numpy
         return torch.from_numpy(np.stack([np.asarray(band) for band in bands * (3 // len(bands))]))
     except (UnreadableImage, MemoryError):
         raise
+    except OutOfRange as error:
+        raise UnreadableImage(str(error)) from None
     except UnidentifiedImageError:
         raise UnreadableImage(f"no image in a known format ({' '.join(pillow_formats())})") from None
     except Exception as error:  # for damaged files Pillow raises OSError, SyntaxError, struct.error, KeyError ...
         raise UnreadableImage(f"{type(error).__name__}: {error}") from None
 
 
-def _open(data: bytes, max_side: int, turn_upright: bool) -> Image.Image:
+def refuse_excess(data: bytes, rules: ReadRules) -> None:
+    """Raise UnreadableImage for a file that would take too much memory or time; only its headers are read."""
+    with _opened(data, rules):
+        pass
+
+
+@contextlib.contextmanager
+def _opened(data: bytes, rules: ReadRules) -> Iterator[Image.Image]:
+    """The picture with its header read, and nothing decoded."""
+    if excess := excess_before_opening(data):
+        raise UnreadableImage(excess)
+    if Image.MAX_IMAGE_PIXELS is not None and rules.max_pixels > Image.MAX_IMAGE_PIXELS:
+        Image.MAX_IMAGE_PIXELS = rules.max_pixels  # Pillow's own limit, which would come first
     with Image.open(io.BytesIO(data), formats=pillow_formats()) as picture:
-        width, height = picture.size  # from the header: nothing is decoded yet
-        if width * height > MAX_PIXELS:
-            raise UnreadableImage(f"{width} x {height} pixels are more than the {MAX_PIXELS:,} allowed")
+        _refuse_pixels(data, picture, rules)
+        yield picture
+
+
+def _refuse_pixels(data: bytes, picture: Image.Image, rules: ReadRules) -> None:
+    width, height = picture.size
+    if width * height > rules.max_pixels:
+        size = f"{width} x {height} pixels are more than the {rules.max_megapixels:,} million allowed"
+        raise UnreadableImage(f"{size}; the option max_megapixels sets that")
+    if excess := excess_of_scans(data, width * height):
+        raise UnreadableImage(excess)
+
+
+def _open(data: bytes, max_side: int, turn_upright: bool, rules: ReadRules) -> Image.Image:
+    with _opened(data, rules) as picture:
+        width, height = picture.size
         if max(width, height) > max_side:
             scale = max_side / max(width, height)
             # JPEG decodes at 1/2, 1/4 or 1/8
             picture.draft(None, (max(1, round(width * scale)), max(1, round(height * scale))))
-        return upright_rgb(picture, max_side=max_side, turn_upright=turn_upright)
+        with _one_at_a_time if math.prod(picture.size) > _LARGE_PIXELS else contextlib.nullcontext():
+            return upright_rgb(picture, max_side=max_side, turn_upright=turn_upright, ranges=rules.ranges)
 
 
-def upright_rgb(picture: Image.Image, *, max_side: int, turn_upright: bool = True) -> Image.Image:
+def upright_rgb(
+    picture: Image.Image, *, max_side: int, turn_upright: bool = True, ranges: PixelRanges = DEFAULT_RULES.ranges
+) -> Image.Image:
     """An opened picture in mode RGB or L, as `decode` gives it."""
+    deep = look(picture) if picture.mode[0] in "IF" else None
     picture.load()
     turn = _TURN_UPRIGHT.get(_orientation(picture)) if turn_upright else None
-    reduced = _reduced(_as_rgb(picture), max_side)
+    eight_bits = _as_rgb(picture) if deep is None else eight_bit(picture, deep, ranges)
+    reduced = _reduced(eight_bits, max_side)
     return reduced if turn is None else reduced.transpose(turn)
 
 
 def _orientation(picture: Image.Image) -> int:
     """The EXIF orientation. Call after loading: PNG may store it after the pixels, and TIFF is turned while loading."""
     try:
+        if not is_bounded_directory(exif_bytes(picture.info)):
+            return 1
         return int(picture.getexif().get(_ORIENTATION_TAG, 1))
     except Exception:  # damaged metadata, for which Pillow has many errors, is no reason to lose the image
         return 1
 
 
 def _as_rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode[0] in "IF":
-        return _eight_bit(picture)
-    if picture.has_transparency_data:
-        with_alpha = picture.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", with_alpha.size, "white"), with_alpha).convert("RGB")
-    return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
+    if not picture.has_transparency_data:
+        return picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
+    rows = max(1, _STRIP_PIXELS // picture.width)
+    if picture.height <= rows:
+        return _on_white(picture)
+    opaque = Image.new("RGB", picture.size)
+    for top in range(0, picture.height, rows):
+        bottom = min(top + rows, picture.height)
+        opaque.paste(_on_white(picture.crop((0, top, picture.width, bottom))), (0, top))
+    return opaque
 
 
-def _eight_bit(picture: Image.Image) -> Image.Image:
-    """Scales grey values of 16 or 32 bits or floats: Pillow's conversion clips at 255, so such images turn white."""
-    values = np.asarray(picture).astype(np.float32)
-    values = np.where(np.isfinite(values), values, np.float32(0))
-    low, high = float(values.min()), float(values.max())
-    ranges = (1.0, 255.0) if picture.mode == "F" else (65535.0,)  # usual for floats; "I" is mostly 16-bit files
-    if low >= 0:
-        low, high = 0.0, next((upper for upper in ranges if high <= upper), high)
-    return Image.fromarray(np.rint((values - low) * (255.0 / max(high - low, 1e-12))).astype(np.uint8))
+def _on_white(picture: Image.Image) -> Image.Image:
+    with_alpha = picture.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", with_alpha.size, "white"), with_alpha).convert("RGB")
 
 
 def _reduced(picture: Image.Image, max_side: int) -> Image.Image:

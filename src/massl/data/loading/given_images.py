@@ -10,14 +10,17 @@ from PIL import Image
 from torch import Tensor
 
 from massl.data.loading.decode import UnreadableImage, decode, upright_rgb
+from massl.data.loading.pixel_values import OutOfRange
 from massl.data.sources.array import ArraySource, digest_of_arrays
 from massl.data.sources.base import Contents, DataError, EncodedImage, ImageSource, Pixels
+from massl.data.sources.formats import DEEP_SUFFIXES
+from massl.data.sources.rules import DEFAULT_RULES, PixelRanges, ReadRules, read_file
 
 GivenImage = str | Path | Image.Image | Pixels  # arrays: uint8 [H, W, 3] or [H, W]
 _NAME = "the given images"
 
 
-def given_source(images: Pixels | Sequence[GivenImage]) -> ImageSource:
+def given_source(images: Pixels | Sequence[GivenImage], *, rules: ReadRules = DEFAULT_RULES) -> ImageSource:
     """A source of a uint8 array [N, H, W, 3], or of a list of paths, Pillow images and arrays of any size."""
     if isinstance(images, np.ndarray):
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] != 3 or images.size == 0:
@@ -28,14 +31,14 @@ def given_source(images: Pixels | Sequence[GivenImage]) -> ImageSource:
         raise DataError(
             f"data is a {type(images).__name__}; give a folder, a uint8 array [N, H, W, 3] or a list of images"
         )
-    return GivenSource(images)
+    return GivenSource(images, rules=rules)
 
 
-def read_given(image: GivenImage, *, max_side: int) -> Tensor:  # -> [3, H, W] uint8
+def read_given(image: GivenImage, *, max_side: int, rules: ReadRules = DEFAULT_RULES) -> Tensor:  # -> [3, H, W] uint8
     """The pixels of one image in RGB, turned upright."""
     _require_image(image, name="the image")
     try:
-        return decode(_encoded(image, key="image"), max_side=max_side)
+        return decode(_encoded(image, key="image", rules=rules), max_side=max_side)
     except (OSError, UnreadableImage) as error:
         raise DataError(f"the image {_key(image, 'given')} cannot be read: {error}") from None
 
@@ -47,8 +50,9 @@ class GivenSource:
     class_names = None
     pixels = None
 
-    def __init__(self, images: Sequence[GivenImage]) -> None:
+    def __init__(self, images: Sequence[GivenImage], *, rules: ReadRules = DEFAULT_RULES) -> None:
         self._images = list(images)
+        self.rules = rules
         if not self._images:
             raise DataError("data is an empty list; give at least one image")
         for number, image in enumerate(self._images):
@@ -58,7 +62,16 @@ class GivenSource:
         return len(self._images)
 
     def read(self, index: int) -> EncodedImage:
-        return _encoded(self._images[index], key=self.key_of(index))
+        return _encoded(self._images[index], key=self.key_of(index), rules=self.rules)
+
+    @property
+    def maybe_deep(self) -> Sequence[int]:
+        """Only files are sampled: the caller knows the pictures that are open."""
+        paths = [(index, image) for index, image in enumerate(self._images) if isinstance(image, str | Path)]
+        return [index for index, path in paths if str(path).lower().endswith(DEEP_SUFFIXES)]
+
+    def path_of(self, index: int) -> Path:
+        return _path(self.key_of(index))
 
     def label_of(self, index: int) -> int | None:
         return None
@@ -74,17 +87,18 @@ class GivenSource:
 
     @cached_property
     def _digest(self) -> str:
-        images = [f"{self.key_of(index)} {_stamp(image)}\n" for index, image in enumerate(self._images)]
-        return hashlib.sha256("".join(images).encode()).hexdigest()
+        ranges = self.rules.ranges
+        images = [f"{self.key_of(index)} {_stamp(image, ranges)}\n" for index, image in enumerate(self._images)]
+        return hashlib.sha256("".join([*images, ranges.key]).encode(errors="surrogateescape")).hexdigest()
 
 
-def _stamp(image: GivenImage) -> str:
+def _stamp(image: GivenImage, ranges: PixelRanges) -> str:
     """Changes with the image. Files are not read: their size and time of modification stand for them."""
     if isinstance(image, str | Path):
         status = _path(image).stat()
         return f"{status.st_size} {status.st_mtime_ns}"
     try:
-        pixels = image if isinstance(image, np.ndarray) else np.asarray(_upright(image))
+        pixels = image if isinstance(image, np.ndarray) else np.asarray(_upright(image, ranges))
     except UnreadableImage as error:
         return str(error)
     return digest_of_arrays(pixels, None)
@@ -112,15 +126,18 @@ def _require_image(image: object, *, name: str) -> None:
         raise DataError(f"{name} is an array {image.dtype} {list(image.shape)}; give uint8 [H, W, 3] or [H, W]")
 
 
-def _encoded(image: GivenImage, *, key: str) -> EncodedImage:
+def _encoded(image: GivenImage, *, key: str, rules: ReadRules) -> EncodedImage:
     if isinstance(image, str | Path):
-        return EncodedImage(data=_path(image).read_bytes(), label=None, key=key)
-    pixels = image if isinstance(image, np.ndarray) else np.asarray(_upright(image))
+        return EncodedImage(data=read_file(_path(image), rules), label=None, key=key, rules=rules)
+    pixels = image if isinstance(image, np.ndarray) else np.asarray(_upright(image, rules.ranges))
     return EncodedImage(data=pixels, label=None, key=key)
 
 
-def _upright(picture: Image.Image) -> Image.Image:
+def _upright(picture: Image.Image, ranges: PixelRanges) -> Image.Image:
     try:
-        return upright_rgb(picture, max_side=max(picture.size))  # never reduced: that would change the caller's picture
+        # never reduced: that would change the caller's picture
+        return upright_rgb(picture, max_side=max(picture.size), ranges=ranges)
+    except OutOfRange as error:
+        raise UnreadableImage(str(error)) from None
     except Exception as error:  # a damaged file that Pillow reads only now: OSError, SyntaxError, struct.error ...
         raise UnreadableImage(f"{type(error).__name__}: {error}") from None

@@ -12,6 +12,7 @@ from massl.data.loading.cache import ImageCache
 from massl.data.loading.decode import UnreadableImage, as_tensor, decode
 from massl.data.loading.gpu_decode import JpegDecoder, decode_or_none, suits_gpu
 from massl.data.sources.base import DataError, ImageSource
+from massl.data.sources.keys import stored_key
 
 _UNLABELLED = -1
 MAX_UNREADABLE_SHARE = 0.05
@@ -147,7 +148,7 @@ class ReadabilityRecord:
             self._tried[index] = True
             if reason is not None and index not in self.unreadable:
                 self.unreadable[index] = reason
-                messages.append(f"{self._source.key_of(index)}: {reason}")
+                messages.append(f"{stored_key(self._source.key_of(index))}: {reason}")
         self._examples += messages[: 3 - len(self._examples)]
         can_judge = self._num_tried >= min(_MIN_TRIED_TO_JUDGE, len(self._source))
         if can_judge and len(self.unreadable) > MAX_UNREADABLE_SHARE * self._num_tried:

@@ -21,7 +21,7 @@ class JpegHeader(NamedTuple):
     width: int
     num_components: int  # 1: grey, 3: colour, 4: print colours
     bits_per_sample: int
-    is_baseline: bool
+    is_baseline: bool  # and in one scan
     is_progressive: bool  # neither: extended, lossless, hierarchical or arithmetic coding
     is_ycbcr: bool  # three components that are certainly luma and chroma
     orientation: int  # EXIF 1 to 8, 1 when there is none; 0: metadata that only a full reader understands
@@ -46,6 +46,7 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
             if lead != 0xFF or marker in _BARE_MARKERS:
                 return None
             if marker == _SCAN:
+                num_in_scan = data[position + 4]
                 break
             if marker in _FRAME_MARKERS:
                 if header is not None:
@@ -60,8 +61,11 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
         return None
     if header is None:
         return None
-    is_ycbcr = header.is_ycbcr and adobe_transform in (None, 1)
-    return header._replace(is_ycbcr=is_ycbcr, orientation=1 if orientation is None else orientation)
+    return header._replace(
+        is_baseline=header.is_baseline and num_in_scan == header.num_components,
+        is_ycbcr=header.is_ycbcr and adobe_transform in (None, 1),
+        orientation=1 if orientation is None else orientation,
+    )
 
 
 def _read_frame(data: bytes, position: int, marker: int) -> JpegHeader:

@@ -7,13 +7,14 @@ from typing import Protocol
 
 from massl.config import closest
 from massl.data.sources.array import open_npz
-from massl.data.sources.base import DataError, EncodedImage, ImageSource
+from massl.data.sources.base import DataError, EncodedImage, ImageFiles, ImageSource
 from massl.data.sources.demo import open_demo
 from massl.data.sources.folder import FolderSource, OnListing, open_folder
 from massl.data.sources.joined import JoinedSource, open_joined
+from massl.data.sources.rules import DEFAULT_RULES, ReadRules
 from massl.data.sources.torchvision_set import open_torchvision
 
-__all__ = ["DataError", "EncodedImage", "ImageSource", "label_doubt", "open_source", "remarks_of"]
+__all__ = ["DataError", "EncodedImage", "ImageSource", "files_of", "label_doubt", "open_source", "remarks_of"]
 
 
 class Opener(Protocol):
@@ -22,29 +23,35 @@ class Opener(Protocol):
         ...
 
 
-def _openers(on_listing: OnListing, as_before: bool) -> dict[str, Opener]:
+def _openers(on_listing: OnListing, as_before: bool, rules: ReadRules) -> dict[str, Opener]:
+    open_part = partial(open_source, on_listing=on_listing, as_before=as_before, rules=rules)
     return {
-        "folder": partial(open_folder, on_listing=on_listing, as_before=as_before),
+        "folder": partial(open_folder, on_listing=on_listing, as_before=as_before, rules=rules),
         "demo": open_demo,
         "torchvision": open_torchvision,
-        "joined": partial(open_joined, open_part=partial(open_source, on_listing=on_listing, as_before=as_before)),
+        "joined": partial(open_joined, open_part=open_part),
     }
 
 
 def open_source(
-    uri: str | Path, *, on_listing: OnListing = lambda num_files: None, as_before: bool = False
+    uri: str | Path,
+    *,
+    on_listing: OnListing = lambda num_files: None,
+    as_before: bool = False,
+    rules: ReadRules = DEFAULT_RULES,
 ) -> ImageSource:
     """Open `scheme:location`, or a plain path: a folder, or an archive when it ends in .npz.
 
     `on_listing` is called now and then with the number of files seen, while a folder is listed. `as_before` finds the
-    files and classes of runs that began before massl read AVIF and HEIC and doubted classes.
+    files and classes of runs that began before massl read AVIF and HEIC and doubted classes. `rules` limits the size of
+    image files and gives the range of those with more than 8 bits.
     """
     if "\0" in str(uri):
         raise DataError(f"{str(uri)!r} holds a zero byte, which no path does; check --data")
     scheme = re.match(r"([A-Za-z][\w+-]*):", uri) if isinstance(uri, str) else None
     if scheme is None:
-        return _open_path(uri, on_listing, as_before)
-    openers = _openers(on_listing, as_before)
+        return _open_path(uri, on_listing, as_before, rules)
+    openers = _openers(on_listing, as_before, rules)
     opener = openers.get(scheme[1])
     if opener is None:
         schemes = ", ".join(f"{known}:" for known in openers)
@@ -53,14 +60,14 @@ def open_source(
     return opener(str(uri)[scheme.end() :], name=str(uri))
 
 
-def _open_path(path: str | Path, on_listing: OnListing, as_before: bool) -> ImageSource:
+def _open_path(path: str | Path, on_listing: OnListing, as_before: bool, rules: ReadRules) -> ImageSource:
     name = str(path)
     if not name:
         raise DataError("no images; set --data to a folder, a .npz archive, demo:train or torchvision:NAME")
     expanded = Path(path).expanduser()
     if expanded.suffix == ".npz":
         return open_npz(expanded, name=name)
-    return FolderSource(expanded, name=name, on_listing=on_listing, as_before=as_before)
+    return FolderSource(expanded, name=name, on_listing=on_listing, as_before=as_before, rules=rules)
 
 
 def remarks_of(source: ImageSource) -> list[str]:
@@ -68,6 +75,13 @@ def remarks_of(source: ImageSource) -> list[str]:
     if isinstance(source, JoinedSource):
         return [remark for part in source.parts for remark in remarks_of(part)]
     return [f"{source.name}: {remark}" for remark in source.remarks] if isinstance(source, FolderSource) else []
+
+
+def files_of(source: ImageSource) -> list[ImageFiles]:
+    """The parts of a source that read image files."""
+    if isinstance(source, JoinedSource):
+        return [files for part in source.parts for files in files_of(part)]
+    return [source] if isinstance(source, ImageFiles) else []
 
 
 def label_doubt(source: ImageSource) -> str:

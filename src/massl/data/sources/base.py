@@ -1,12 +1,15 @@
 """The interface of image sources, and the parsing of their URIs."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, cast, get_args
+from pathlib import Path
+from typing import Final, Literal, Protocol, cast, get_args, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from massl.config import MasslError
+from massl.data.sources.rules import DEFAULT_RULES, ReadRules
 
 Pixels = NDArray[np.uint8]
 # of image files: turned upright by EXIF, or as stored, which published evaluations use
@@ -26,6 +29,7 @@ class EncodedImage:
     label: int | None
     key: str  # a readable name: a path relative to the root, "train/123"
     turn_upright: bool = True  # by the EXIF orientation of the file
+    rules: ReadRules = DEFAULT_RULES  # limits on size, and the range of values
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,21 @@ class ImageSource(Protocol):
     def contents(self) -> Contents:
         """Names and sizes of the images; no image file is read. Unlike the fingerprint it survives a move or a copy."""
         ...
+
+
+@runtime_checkable
+class ImageFiles(Protocol):
+    """A source that reads files of unknown origin."""
+
+    rules: ReadRules  # to be set before the first image is read
+    maybe_deep: Sequence[int]  # images that may have more than 8 bits, by their suffix
+
+    @property
+    def name(self) -> str: ...
+
+    def path_of(self, index: int) -> Path: ...
+
+    def read(self, index: int) -> EncodedImage: ...
 
 
 def numbered_classes(num_classes: int, *, name: str) -> tuple[str, ...] | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from massl.data.sources.base import Contents, DataError, EncodedImage, Orientation, known_orientation, numbered_classes
 from massl.data.sources.file_stamps import digest_of_files, in_threads, sizes_of_files
+from massl.data.sources.formats import DEEP_SUFFIXES
+from massl.data.sources.rules import DEFAULT_RULES, ReadRules, read_file
 
 
 class FileListSource:
@@ -28,8 +30,10 @@ class FileListSource:
         class_names: tuple[str, ...] | None = None,
         name: str,
         orientation: Orientation = "stored",
+        rules: ReadRules = DEFAULT_RULES,
     ) -> None:
         self.name = name
+        self.rules = rules
         self.class_names = _class_names(labels, class_names, num_files=len(files), name=name)
         self._root = root
         self._files = tuple(files)
@@ -54,11 +58,19 @@ class FileListSource:
 
     def read(self, index: int) -> EncodedImage:
         return EncodedImage(
-            data=(self._root / self._files[index]).read_bytes(),
+            data=read_file(self.path_of(index), self.rules),
             label=self.label_of(index),
             key=self.key_of(index),
             turn_upright=self._orientation == "exif",
+            rules=self.rules,
         )
+
+    @property
+    def maybe_deep(self) -> Sequence[int]:
+        return [index for index, file in enumerate(self._files) if file.lower().endswith(DEEP_SUFFIXES)]
+
+    def path_of(self, index: int) -> Path:
+        return self._root / self._files[index]
 
     def label_of(self, index: int) -> int | None:
         return None if self._labels is None or self._labels[index] < 0 else self._labels[index]
@@ -72,13 +84,15 @@ class FileListSource:
 
     @cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256(f"{self._orientation} {digest_of_files(self._root, self._files)}".encode())
+        files = f"{self._orientation} {digest_of_files(self._root, self._files)}{self.rules.ranges.key}"
+        digest = hashlib.sha256(files.encode())
         digest.update(self._labels or b"")
         return digest.hexdigest()
 
     def contents(self) -> Contents:
         labels = hashlib.sha256(self._labels or b"").hexdigest()
-        return Contents(f"{self._orientation} {labels}", sizes_of_files(self._root, self._files))
+        reading = f"{self._orientation} {labels}{self.rules.ranges.key}"
+        return Contents(reading, sizes_of_files(self._root, self._files))
 
 
 def _class_names(

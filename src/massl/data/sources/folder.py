@@ -14,8 +14,9 @@ from massl.config import closest
 from massl.data.sources.base import Contents, DataError, EncodedImage, Orientation, known_orientation, split_query
 from massl.data.sources.file_stamps import digest_of_files, sizes_of_files
 from massl.data.sources.folder_labels import LabelRule, find_labels
-from massl.data.sources.formats import COMMON_SUFFIXES, describe_ignored, ignored_kind, readable_suffixes
+from massl.data.sources.formats import COMMON_SUFFIXES, DEEP_SUFFIXES, describe_ignored, ignored_kind, readable_suffixes
 from massl.data.sources.listing import FolderWalk, is_file, is_folder
+from massl.data.sources.rules import DEFAULT_RULES, ReadRules, read_file
 
 _FILES_PER_REPORT = 1000
 
@@ -40,12 +41,15 @@ class FolderSource:
         orientation: Orientation = "exif",
         on_listing: OnListing = lambda num_files: None,
         as_before: bool = False,
+        rules: ReadRules = DEFAULT_RULES,
     ) -> None:
         """`as_before`: with the files and classes of massl before it read AVIF and HEIC and doubted classes."""
         if not root.is_dir():
             problem = "is a file, not a folder" if root.exists() else "does not exist"
             raise DataError(f"{root} {problem}; expected a folder of images")
         self.name = name
+        self.rules = rules
+        self.maybe_deep = array("q")  # images that may have more than 8 bits, by their suffix
         self._root = root
         self._orientation = known_orientation(orientation, name=name)
         # all file names in one string: the 1.28 million of ImageNet take 36 MB, a list of paths 112 MB
@@ -57,6 +61,8 @@ class FolderSource:
         lister = _Lister(suffixes, on_listing)
         for folder, file_names in lister.folders_with_images(root):
             for file_name in file_names:
+                if file_name.lower().endswith(DEEP_SUFFIXES):
+                    self.maybe_deep.append(len(self._file_name_ends))
                 self._file_names += os.fsencode(file_name)
                 self._file_name_ends.append(len(self._file_names))
             self._folders.append(folder)
@@ -82,8 +88,11 @@ class FolderSource:
 
     def read(self, index: int) -> EncodedImage:
         key, turn_upright = self.key_of(index), self._orientation == "exif"
-        data = (self._root / key).read_bytes()
-        return EncodedImage(data=data, label=self.label_of(index), key=key, turn_upright=turn_upright)
+        data = read_file(self._root / key, self.rules)
+        return EncodedImage(data=data, label=self.label_of(index), key=key, turn_upright=turn_upright, rules=self.rules)
+
+    def path_of(self, index: int) -> Path:
+        return self._root / self.key_of(index)
 
     def label_of(self, index: int) -> int | None:
         return None if self.class_names is None else self._folder_labels[bisect_right(self._folder_ends, index)]
@@ -112,7 +121,7 @@ class FolderSource:
     @property
     def _reading(self) -> str:
         labels = repr((self.class_names is None, self._folder_labels))  # per folder; the image keys name the folders
-        return f"{self._orientation} {labels}"
+        return f"{self._orientation} {labels}{self.rules.ranges.key}"
 
 
 class _Lister:
@@ -156,7 +165,12 @@ def _other_folders(root: Path, with_images: set[str]) -> tuple[str, ...]:
 
 
 def open_folder(
-    location: str, *, name: str, on_listing: OnListing = lambda num_files: None, as_before: bool = False
+    location: str,
+    *,
+    name: str,
+    on_listing: OnListing = lambda num_files: None,
+    as_before: bool = False,
+    rules: ReadRules = DEFAULT_RULES,
 ) -> FolderSource:
     """`folder:PATH?labels=none|folders&orientation=exif|stored`; defaults: by the layout, and exif."""
     path, parameters = split_query(location)
@@ -177,5 +191,6 @@ def open_folder(
                 orientation=orientation,
                 on_listing=on_listing,
                 as_before=as_before,
+                rules=rules,
             )
     raise DataError(f"{name}: labels={labels} is unknown; use labels=none, labels=folders or leave it out")

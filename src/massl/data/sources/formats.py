@@ -9,6 +9,7 @@ from typing import Final
 from PIL import features
 
 COMMON_SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+DEEP_SUFFIXES: Final = (".png", ".tif", ".tiff", ".ppm", ".pgm")  # may hold more than 8 bits a value
 _HEIF_SUFFIXES: Final = (".heic", ".heif", ".hif")
 _RAW_SUFFIXES: Final = (
     *(".3fr", ".arw", ".cr2", ".cr3", ".crw", ".dcr", ".dng", ".erf", ".iiq", ".kdc", ".mef", ".mos", ".mrw", ".nef"),

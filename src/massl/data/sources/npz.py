@@ -104,12 +104,12 @@ def _require_plausible(num_bytes: int, *, claimed: int, file_size: int) -> None:
 
 
 def _fill(flat: NDArray[np.uint8], member: IO[bytes]) -> None:
-    view, start = memoryview(flat), 0
+    start = 0
     while start < len(flat):
         part = member.read(min(_CHUNK_BYTES, len(flat) - start))
         if not part:
             raise _Refused(f"it ends after {start:,} of {len(flat):,} bytes")
-        view[start : start + len(part)] = part
+        flat[start : start + len(part)] = np.frombuffer(part, dtype=np.uint8)
         start += len(part)
     if member.read(1):  # the end: zipfile compares its checksum here
         raise _Refused("it holds more values than its header claims")

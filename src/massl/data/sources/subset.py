@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from massl.data.sources.base import Contents, DataError, EncodedImage, ImageSource, Pixels
+from massl.data.sources.keys import stored_key
 
 
 class SubsetSource:
@@ -75,7 +76,7 @@ class UnreadableImages(DataError):
 
     def __init__(self, source: ImageSource, reasons: Mapping[int, str]) -> None:  # index -> reason
         self.source = source
-        self.messages = [f"{source.key_of(index)}: {reason}" for index, reason in sorted(reasons.items())]
+        self.messages = [f"{stored_key(source.key_of(index))}: {reason}" for index, reason in sorted(reasons.items())]
         self._base, unreadable = _in_base(source, sorted(reasons))
         self._unreadable = set(unreadable)
         more = f" and {len(reasons) - 1} more" if len(reasons) > 1 else ""

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, TiffImagePlugin
 from torch import Tensor
 
 import massl.data.loading.decode as decode_module
-from massl.data.loading.decode import MAX_PIXELS, UnreadableImage, decode
+from massl.data.loading.decode import UnreadableImage, decode
 from massl.data.sources.base import EncodedImage, Pixels
+from massl.data.sources.rules import MAX_MEGAPIXELS, PixelRanges, ReadRules
 
 RED, GREY, WHITE = (255, 0, 0), (128, 128, 128), (255, 255, 255)
 
@@ -143,21 +144,76 @@ def test_sixteen_bit_grey_is_scaled_not_clipped(file_format: str) -> None:
     assert decoded(encoded(Image.fromarray(values), file_format)).tolist() == [[[0, 1, 128, 255]]] * 3
 
 
+AS_BEFORE = PixelRanges(of_each_image=True)
+
+
+def deep(values: np.ndarray, ranges: PixelRanges, file_format: str = "TIFF") -> list[int]:
+    data = encoded(Image.fromarray(values), file_format)
+    image = EncodedImage(data=data, label=None, key="x", rules=ReadRules(ranges=ranges))
+    return decode(image, max_side=1024)[0, 0].tolist()  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
-    ("values", "expected"),
+    ("values", "ranges", "expected"),
     [
-        (np.array([[0, 65535, 257]], dtype=np.int32), [0, 255, 1]),
-        (np.array([[-100, 50, 100]], dtype=np.int32), [0, 191, 255]),
-        (np.array([[0, 1_000_000, 600_000]], dtype=np.int32), [0, 255, 153]),
-        (np.array([[0.0, 1.0, 0.6]], dtype=np.float32), [0, 255, 153]),
-        (np.array([[0.0, 200.0, 40.0]], dtype=np.float32), [0, 200, 40]),
-        (np.array([[0.0, 1000.0, 600.0]], dtype=np.float32), [0, 255, 153]),
-        (np.array([[np.nan, np.inf, 1.0]], dtype=np.float32), [0, 0, 255]),
-        (np.array([[-1.0, 0.5, 1.0]], dtype=np.float32), [0, 191, 255]),
+        (np.array([[0, 65535, 257]], dtype=np.int32), PixelRanges(), [0, 255, 1]),
+        (np.array([[0, 4095, 2048]], dtype=np.uint16), PixelRanges(integers=(0, 4095)), [0, 255, 128]),
+        (np.array([[0, 4095, 2048]], dtype=np.int32), PixelRanges(integers=(0, 4095)), [0, 255, 128]),
+        (np.array([[-1000, 400, 2000]], dtype=np.int32), PixelRanges(stated=(-1000, 400)), [0, 255, 255]),
+        (np.array([[0.0, 1.0, 0.6]], dtype=np.float32), PixelRanges(), [0, 255, 153]),
+        (np.array([[-0.02, 1.04, 0.6]], dtype=np.float32), PixelRanges(), [0, 255, 153]),
+        (np.array([[0.0, 200.0, 40.0]], dtype=np.float32), PixelRanges(floats=(0, 255)), [0, 200, 40]),
+        (np.array([[0.0, 0.5, 1.0]], dtype=np.float32), PixelRanges(floats=(0, 255)), [0, 0, 1]),
+        (np.array([[np.nan, np.inf, 1.0]], dtype=np.float32), PixelRanges(), [0, 0, 255]),
+        # as runs read them that began before
+        (np.array([[-100, 50, 100]], dtype=np.int32), AS_BEFORE, [0, 191, 255]),
+        (np.array([[0, 1_000_000, 600_000]], dtype=np.int32), AS_BEFORE, [0, 255, 153]),
+        (np.array([[0.0, 1000.0, 600.0]], dtype=np.float32), AS_BEFORE, [0, 255, 153]),
+        (np.array([[0, 4095, 2048]], dtype=np.uint16), AS_BEFORE, [0, 16, 8]),
     ],
 )
-def test_wide_integers_and_floats_are_scaled_to_eight_bits(values: np.ndarray, expected: list[int]) -> None:
-    assert decoded(encoded(Image.fromarray(values), "TIFF"))[0, 0].tolist() == expected
+def test_wide_integers_and_floats_are_scaled_by_the_range_of_their_source(
+    values: np.ndarray, ranges: PixelRanges, expected: list[int]
+) -> None:
+    assert deep(values, ranges) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "ranges"),
+    [
+        (np.array([[0, 70_000]], dtype=np.int32), PixelRanges()),
+        (np.array([[-1, 5]], dtype=np.int32), PixelRanges()),
+        (np.array([[0, 4096]], dtype=np.uint16), PixelRanges(integers=(0, 4095))),
+        (np.array([[0.0, 200.0]], dtype=np.float32), PixelRanges()),
+        (np.array([[0.0, 1.2]], dtype=np.float32), PixelRanges(floats=(0, 1))),
+    ],
+)
+def test_an_image_outside_the_range_of_its_source_is_refused_not_guessed(
+    values: np.ndarray, ranges: PixelRanges
+) -> None:
+    with pytest.raises(UnreadableImage, match="pixel_range"):
+        deep(values, ranges)
+
+
+def tiff(values: np.ndarray, **tags: int) -> bytes:
+    info = TiffImagePlugin.ImageFileDirectory_v2()
+    for number, value in tags.items():
+        info[int(number.removeprefix("tag_"))] = value
+    return encoded(Image.fromarray(values), "TIFF", tiffinfo=info)
+
+
+def test_a_file_that_knows_its_bit_depth_is_read_by_it() -> None:
+    values = np.array([[0, 4095, 2048]], dtype=np.uint16)
+    assert decoded(tiff(values, tag_281=4095))[0, 0].tolist() == [0, 255, 128]
+    assert decoded(tiff(values, tag_281=4090))[0, 0].tolist() == [0, 16, 8]  # a statistic, no bit depth
+    pgm = b"P5 3 1 4095\n" + values.astype(">u2").tobytes()
+    assert decoded(pgm)[0, 0].tolist() == [0, 255, 128]
+    packed = bytes.fromhex("000fff8000")  # 0, 4095, 2048 in 12 bits each
+    entries = [(256, 3, 3), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 200), (277, 3, 1)]
+    entries += [(278, 3, 1), (279, 4, 5)]
+    directory = b"".join(struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in entries)
+    header = b"II*\0" + struct.pack("<IH", 8, len(entries)) + directory + bytes(4)
+    assert decoded(header.ljust(200, b"\0") + packed)[0, 0].tolist() == [0, 255, 128]
 
 
 @pytest.mark.parametrize("file_format", ["GIF", "WEBP", "PNG", "TIFF"])
@@ -240,14 +296,14 @@ def png_claiming(width: int, height: int) -> bytes:
     )
 
 
-@pytest.mark.parametrize("height", [MAX_PIXELS // 10_000 + 1, 10_000_000])
+@pytest.mark.parametrize("height", [MAX_MEGAPIXELS * 100 + 1, 10_000_000])
 def test_a_decompression_bomb_is_refused_from_its_header(height: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in a user's program, where Pillow's warning stops nothing
-        with pytest.raises(UnreadableImage, match=r"more than the 178,956,970 allowed|exceeds limit"):
+        with pytest.raises(UnreadableImage, match=r"max_megapixels|exceeds limit"):
             decoded(png_claiming(10_000, height))
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)  # another library may have lifted Pillow's own limit
-        with pytest.raises(UnreadableImage, match="178,956,970"):
+        with pytest.raises(UnreadableImage, match="max_megapixels"):
             decoded(png_claiming(10_000, height))
 
 

@@ -132,8 +132,8 @@ def test_unusual_frames_are_not_plain(field: str, value: int) -> None:
 def test_other_files_and_cut_headers_have_no_header() -> None:
     data = jpeg(exif=exif(3))
     scan = data.index(b"\xff\xda")
-    assert all(read_jpeg_header(data[:length]) is None for length in range(scan + 4))
-    assert read_jpeg_header(data[: scan + 4]) is not None
+    assert all(read_jpeg_header(data[:length]) is None for length in range(scan + 5))
+    assert read_jpeg_header(data[: scan + 5]) is not None
     assert read_jpeg_header(b"\x89PNG\r\n\x1a\n" + bytes(50)) is None
     assert read_jpeg_header(b"\xff\xd8\xff\xe0\0\0" + bytes(50)) is None  # a segment shorter than its own length field
 

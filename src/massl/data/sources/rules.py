@@ -1,0 +1,68 @@
+"""How image files of unknown origin are read: limits on their size, and the range of values beyond 8 bits."""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+MAX_FILE_MIB: Final = 512
+MAX_MEGAPIXELS: Final = 100  # a panorama of 12,000 x 6,000 has 72; 100 take 0.8 GiB while they are decoded
+
+Range = tuple[float, float]  # the values of black and white
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelRanges:
+    """Which values are black and white in images of more than 8 bits. No 8-bit image is touched."""
+
+    stated: Range | None = None  # by the user, for all of them; values outside are clipped
+    integers: Range | None = None  # found in a sample of the source; an image with values outside is refused
+    floats: Range | None = None
+    of_each_image: bool = False  # guessed for each image, as runs did that began before ranges were sampled
+
+    @property
+    def key(self) -> str:
+        """What changes pixels; "" for ranges that leave all images as they were read before."""
+        return "" if self.of_each_image or self == PixelRanges() else f" {json.dumps(self.as_json(), sort_keys=True)}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "PixelRanges":
+        def named(name: str) -> Range | None:
+            return (float(values[name][0]), float(values[name][1])) if name in values else None
+
+        each = bool(values.get("of_each_image", False))
+        return cls(stated=named("stated"), integers=named("integers"), floats=named("floats"), of_each_image=each)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadRules:
+    max_file_mib: int = MAX_FILE_MIB
+    max_megapixels: int = MAX_MEGAPIXELS
+    ranges: PixelRanges = field(default_factory=PixelRanges)
+
+    @property
+    def max_pixels(self) -> int:
+        return self.max_megapixels * 1_000_000
+
+
+DEFAULT_RULES: Final = ReadRules()
+
+
+def read_file(path: Path, rules: ReadRules) -> bytes:
+    """The bytes of a file; OSError if it is larger than allowed, or no file any more. A FIFO does not block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a file")
+        if status.st_size > rules.max_file_mib * 2**20:
+            size = f"{status.st_size / 2**20:,.0f} MiB are more than the {rules.max_file_mib:,} allowed"
+            raise OSError(errno.EFBIG, f"{size}; the option max_file_mib sets that")
+        return file.readall()
