@@ -6,16 +6,18 @@ import io
 import json
 import os
 from collections import Counter
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import yaml
 from PIL import Image
 
 from massl.commands.recipe import load_recipe
-from massl.commands.report.command import report
+from massl.commands.report import command
 from massl.config import to_yaml
 from tests.reliability.frame import Case, Wrong, fault_class, made_once
 from tests.reliability.processes import server
@@ -121,9 +123,21 @@ def _compare(page: str, plain: _Page) -> None:
 
 
 def _page_of(folder: Path, output: Path, **options: Any) -> str:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        report([folder], output=output, **{"figures": False} | options)
+    quiet = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
+    # the shipped recipe, with which the run's is compared, is read once
+    once = mock.patch.object(command, "_flat_recipe", _flat_recipe)
+    with quiet[0], quiet[1], once:
+        command.report([folder], output=output, **{"figures": False} | options)
     return output.read_text(encoding="utf-8")
+
+
+_read_flat_recipe = command._flat_recipe
+_read_shipped = functools.cache(lambda name, method: _read_flat_recipe(name, {"method.name": method}))
+
+
+def _flat_recipe(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = _read_shipped(recipe, overrides["method.name"]) if overrides else _read_flat_recipe(recipe)
+    return found
 
 
 @functools.cache
@@ -135,6 +149,7 @@ def _plain_page() -> _Page:
         pages[0].tags |= page.tags
         pages[0].attributes |= page.attributes
         pages[0].links += page.links
+    assert "svg" in pages[0].tags, "the page has no curves"
     return pages[0]
 
 
@@ -175,15 +190,9 @@ def _write_run(parent: Path, name: Any) -> Path:
     }
     (folder / "environment.json").write_text(json.dumps(environment))
     metric, other = name(), name()
+    common = {"images_per_second": 9.0, "loss": 1.0, "effective_rank": 2.0}
     rows = [
-        {
-            "step": step,
-            "epoch": step / 6,
-            "loss": 1 / (1 + step),
-            "knn_top1": 20.0 + step,
-            metric: step,
-            other: step % 2,
-        }
+        common | {"step": step, "epoch": step / 6, "knn_top1": 20.0 + step, metric: step, other: step % 2}
         for step in range(13)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
