@@ -19,6 +19,7 @@ from torch import Tensor
 KeyPart = int | str | Tensor
 Key = KeyPart | Sequence["Key"]
 
+MAX_SEED = 2**63 - 1  # the largest integer in a key
 _MASK32 = 0xFFFFFFFF
 _FIRST_LANE_START = 0x243F6A88  # digits of pi: any two different constants will do
 _SECOND_LANE_START = 0x13198A2E
@@ -50,7 +51,7 @@ def _flatten(key: Sequence[Key]) -> Iterator[int | Tensor]:
                 raise TypeError("a key holds integers and strings, not floating-point tensors")
             yield part.to(torch.int64)
         elif isinstance(part, int):
-            if not -(1 << 63) <= part < 1 << 63:
+            if not -MAX_SEED - 1 <= part <= MAX_SEED:
                 raise ValueError(f"the key part {part} does not fit 64 bits")
             yield part
         else:

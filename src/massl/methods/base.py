@@ -186,6 +186,16 @@ def caution_on_parts(plan: TrainingPlan, name: str, what: str) -> list[str]:
     return [f"{name} takes {what} from {parts} separately: trainer.accumulation_steps changes the result"]
 
 
+def caution_on_memory(plan: TrainingPlan, num_rows: int) -> list[str]:
+    """For methods with a memory of past embeddings, to which each step adds its batch."""
+    if plan.batch_size <= num_rows:
+        return []
+    return [
+        f"a batch ({plan.batch_size:,} images) is larger than the memory (method.memory.num_rows = {num_rows:,}): each "
+        "step replaces all of it and drops the rest. Raise method.memory.num_rows above trainer.batch_size."
+    ]
+
+
 def student_and_teacher(
     backbone: BackboneSettings, build_head: Callable[[int], nn.Module], *, seed: int
 ) -> tuple[Encoder, Encoder]:  # build_head: dimension of the features -> head

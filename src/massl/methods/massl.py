@@ -30,6 +30,7 @@ from massl.methods.base import (
     TeacherSettings,
     TrainingPlan,
     autocast_dtype,
+    caution_on_memory,
     caution_on_parts,
     student_and_teacher,
 )
@@ -145,7 +146,12 @@ class MaSSL(Method):
 
     def cautions(self, plan: TrainingPlan) -> list[str]:
         num_rows = self.settings.memory.num_rows
-        found = []
+        found = caution_on_memory(plan, num_rows)
+        if self.settings.memory.block_size == 1:
+            found.append(
+                "a block of one memory row (method.memory.block_size = 1) leaves nothing to choose from: the loss is "
+                "always 0 and nothing is learnt. Raise it, to a quarter of method.memory.num_rows for example."
+            )
         if num_rows > plan.num_images:
             found.append(
                 f"the memory (method.memory.num_rows = {num_rows:,}) is larger than the data set ({plan.num_images:,} "

@@ -32,6 +32,7 @@ from massl.methods.base import (
     StepHyper,
     StepOutput,
     TrainingPlan,
+    caution_on_memory,
     caution_on_parts,
     caution_on_unused_views,
     seeded,
@@ -117,6 +118,7 @@ class NNCLR(Method):
         found = caution_on_unused_views(plan, "NNCLR", num_global=_NUM_VIEWS)
         found += caution_on_parts(plan, "NNCLR", "predictions and batch statistics")
         num_rows = self.settings.memory.num_rows
+        found += caution_on_memory(plan, num_rows)
         if num_rows > plan.num_images:
             found.append(
                 f"the memory (method.memory.num_rows = {num_rows:,}) is larger than the data set ({plan.num_images:,} "

@@ -5,10 +5,11 @@ from typing import Literal
 from pydantic import Field
 
 from massl.config import Settings
+from massl.keyed_random import MAX_SEED
 
 
 class TrainerSettings(Settings):
-    seed: int = Field(default=0, ge=0, description="seed of all random choices")
+    seed: int = Field(default=0, ge=0, le=MAX_SEED, description="seed of all random choices")
     epochs: int = Field(default=100, gt=0, description="length of the schedules, in passes over the data")
     max_steps: int | None = Field(default=None, gt=0, description="stop after this many steps; schedules do not change")
     batch_size: int = Field(default=1024, gt=0, description="images per step, over all processes")

@@ -323,6 +323,15 @@ def test_a_memory_larger_than_the_data_set_or_with_a_remainder_is_cautioned_agai
     assert "3 random rows stay unused each step" in caution
 
 
+def test_a_batch_larger_than_the_memory_and_blocks_of_one_row_are_cautioned_against() -> None:
+    (caution,) = tiny_method().cautions(replace(plan(num_images=100), batch_size=25))
+    assert "a batch (25 images) is larger than the memory (method.memory.num_rows = 24)" in caution
+    assert tiny_method().cautions(replace(plan(num_images=100), batch_size=24)) == []
+    (caution,) = tiny_method(block_size=1).cautions(plan(num_images=100))
+    assert "method.memory.block_size = 1" in caution
+    assert "nothing is learnt" in caution
+
+
 def test_batch_norm_in_the_head_is_cautioned_against_where_batches_come_in_parts() -> None:
     in_parts = replace(plan(num_images=24), num_parts=2)
     assert tiny_method().cautions(in_parts) == tiny_method(batch_norm=True).cautions(plan(num_images=24)) == []

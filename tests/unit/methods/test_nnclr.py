@@ -196,6 +196,7 @@ def test_unused_views_parts_of_batches_and_a_memory_larger_than_the_data_are_cau
         (plan(num_global=3), "lower views.num_global"),
         (plan(num_parts=2), "predictions and batch statistics"),
         (plan(num_images=19), "(method.memory.num_rows = 20) is larger than the data set (19 images)"),
+        (replace(plan(), batch_size=21), "a batch (21 images) is larger than the memory (method.memory.num_rows = 20)"),
     ]:
         (caution,) = method.cautions(given)
         assert message in caution

@@ -164,3 +164,9 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     with pytest.raises(TrainingStopped, match=r"teacher\..*checkpoint, step 2,"):
         run.fit()
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000000002.pt"]
+
+
+def test_blocks_of_one_row_train_without_an_error_and_learn_nothing(tmp_path: Path) -> None:
+    assert fit(tmp_path, method__memory__block_size=1, trainer__batch_size=26).finished  # larger than the memory, too
+    losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert losses == pytest.approx([0.0] * len(losses), abs=1e-6)

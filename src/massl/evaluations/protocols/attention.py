@@ -29,7 +29,9 @@ class AttentionSettings(Settings):
     size: int | None = Field(None, gt=0, description="side of the square views; default: 480 * image size / 224")
     mass: float = Field(0.6, gt=0, lt=1, description="share of the attention whose patches are counted and coloured")
     num_figures: int = Field(8, ge=0, description="images whose maps are drawn")
-    seed: int = Field(0, description="decides which images are chosen")
+    seed: int = Field(
+        0, ge=-keyed_random.MAX_SEED, le=keyed_random.MAX_SEED, description="decides which images are chosen"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,9 @@ class CorrespondenceSettings(Settings):
         "for every model",
     )
     num_figures: int = Field(8, ge=0, description="pairs that are drawn, of each kind")
-    seed: int = Field(1, description="decides images, views and pairs")
+    seed: int = Field(
+        1, ge=-keyed_random.MAX_SEED, le=keyed_random.MAX_SEED, description="decides images, views and pairs"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,7 @@ class LowShotSettings(Settings):
     per_class: tuple[int, ...] = Field((1, 2, 4), description="numbers of images per class, each drawn several times")
     draws: int = Field(5, gt=0, description="draws of a few images per class, for mean and sample deviation")
     per_class_scorers: tuple[Scorer, ...] = Field(("linear",), description="classifiers for a few images per class")
-    seed: int = Field(0, ge=0, description="of the draws")
+    seed: int = Field(0, ge=0, le=keyed_random.MAX_SEED, description="of the draws")
     knn: KnnSettings = KnnSettings()
     logreg: LogisticSettings = LogisticSettings()
     linear: LinearSettings = LinearSettings()
