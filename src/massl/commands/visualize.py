@@ -58,7 +58,12 @@ class VisualizeSettings(ModelSettings):
     )
     cosine: bool = Field(False, description="correspondence: match by cosine instead of the published dot product")
     cache: str = Field("", description="neighbours: folder that keeps features for the next time; default: none")
-    seed: int = Field(0, description="decides which images are chosen and how their views are cropped")
+    seed: int = Field(
+        0,
+        ge=-keyed_random.MAX_SEED,
+        le=keyed_random.MAX_SEED,
+        description="decides which images are chosen and how their views are cropped",
+    )
 
     @field_validator("kind")
     @classmethod
@@ -114,10 +119,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_visualization(settings: VisualizeSettings) -> list[Path]:
     """`visualize` with all settings in one object, as the command line gives them."""
-    source = open_images(settings.data)
+    source = open_images(settings.data, rules=settings.rules())
     database = source
     if settings.kind == "neighbours" and settings.database not in ("", settings.data):
-        database = open_images(settings.database)
+        database = open_images(settings.database, rules=settings.rules())
     require_writable(settings.folder)
     cache = Path(settings.cache).expanduser() if settings.cache else None
     with model_on_device(settings, cache=cache) as (extractor, console):
