@@ -227,3 +227,34 @@ def test_no_protocol_is_imported() -> None:
     code = "import sys, massl.commands.embed; print([name for name in sys.modules if 'evaluations.protocols' in name])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout == "[]\n"
+
+
+CLASSES = ["class0", "class1", "class0", "class1"]
+
+
+def test_rows_carry_the_names_of_their_classes(
+    embed: Any, make_folder: Any, model: Path, images: Path, tmp_path: Path
+) -> None:
+    folder = make_folder("classes", 4, classes=2)
+    for ending in (".parquet", ".npz", ".safetensors"):
+        assert embed(tmp_path / f"named{ending}", data=folder).status == 0
+    rows = massl.embed(model, data=folder)
+    expected = [key.partition("/")[0] for key in rows.keys]
+    assert sorted(expected) == sorted(CLASSES)
+    assert rows.classes == expected
+    assert [sorted(set(CLASSES))[label] for label in rows.labels] == expected
+    assert pyarrow.parquet.read_table(tmp_path / "named.parquet").column("class").to_pylist() == expected
+    with np.load(tmp_path / "named.npz", allow_pickle=False) as archive:
+        assert archive["classes"].tolist() == expected
+    lines = safetensors.numpy.load_file(tmp_path / "named.safetensors")["classes_utf8_lines"]
+    assert lines.tobytes().decode().split("\n") == expected
+
+
+def test_images_without_a_class_have_no_name(embed: Any, make_folder: Any, model: Path, tmp_path: Path) -> None:
+    folder = make_folder("photos", 3)
+    assert massl.embed(model, data=folder).classes == ["", "", ""]
+    for ending in (".parquet", ".npz"):
+        assert embed(tmp_path / f"plain{ending}", data=folder).status == 0
+    assert pyarrow.parquet.read_table(tmp_path / "plain.parquet").column("class").to_pylist() == [None] * 3
+    with np.load(tmp_path / "plain.npz", allow_pickle=False) as archive:
+        assert archive["classes"].tolist() == ["", "", ""]

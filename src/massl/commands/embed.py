@@ -53,6 +53,7 @@ class Embeddings(NamedTuple):
     features: Rows  # [N, D]
     labels: Labels  # [N]; -1: none
     keys: list[str]  # paths as Python opens them, or numbers of images without one
+    classes: list[str]  # names of the labels; "": none
 
 
 @overload
@@ -123,7 +124,9 @@ def run_embedding(settings: EmbedSettings, source: ImageSource | None = None) ->
             }
             with replacing(path) as unfinished:
                 keys = list(map(stored_key, rows.keys))
-                WRITERS[path.suffix](unfinished, rows.features, rows.labels, keys, _storable(about))
+                classes = list(map(stored_key, rows.classes))
+                stored = Embeddings(features=rows.features, labels=rows.labels, keys=keys, classes=classes)
+                WRITERS[path.suffix](unfinished, stored, _storable(about))
         print_line(console, f"{path}: {len(rows.keys):,} features of {rows.features.shape[1]} dimensions")
         distributed.barrier()
     return path
@@ -136,27 +139,33 @@ def _storable(about: dict[str, str]) -> dict[str, str]:
 def _embeddings(extractor: Extractor, source: ImageSource) -> Embeddings:
     found = extractor.features(source, view=extractor.centre_view(), feature=_FEATURE)
     keys = [source.key_of(index) for index in range(len(source))]
-    return Embeddings(features=found.rows.numpy(), labels=found.labels.numpy(), keys=keys)
+    names, labels = source.class_names or (), found.labels.tolist()
+    classes = [names[label] if 0 <= label < len(names) else "" for label in labels]
+    return Embeddings(features=found.rows.numpy(), labels=found.labels.numpy(), keys=keys, classes=classes)
 
 
-def _write_npz(path: Path, rows: Rows, labels: Labels, keys: list[str], about: dict[str, str]) -> None:
+def _write_npz(path: Path, rows: Embeddings, about: dict[str, str]) -> None:
+    arrays = {"features": rows.features, "labels": rows.labels, "keys": np.array(rows.keys)}
     with path.open("wb") as file:
-        np.savez(file, features=rows, labels=labels, keys=np.array(keys), about=np.array(json.dumps(about)))
+        np.savez(file, **arrays, classes=np.array(rows.classes, dtype=np.str_), about=np.array(json.dumps(about)))
 
 
-def _write_safetensors(path: Path, rows: Rows, labels: Labels, keys: list[str], about: dict[str, str]) -> None:
-    names = np.frombuffer("\n".join(keys).encode(), dtype=np.uint8)
-    safetensors.numpy.save_file({"features": rows, "labels": labels, "keys_utf8_lines": names}, path, metadata=about)
+def _write_safetensors(path: Path, rows: Embeddings, about: dict[str, str]) -> None:
+    keys, classes = (np.frombuffer("\n".join(lines).encode(), dtype=np.uint8) for lines in (rows.keys, rows.classes))
+    tensors = {"features": rows.features, "labels": rows.labels, "keys_utf8_lines": keys, "classes_utf8_lines": classes}
+    safetensors.numpy.save_file(tensors, path, metadata=about)
 
 
-def _write_parquet(path: Path, rows: Rows, labels: Labels, keys: list[str], about: dict[str, str]) -> None:
+def _write_parquet(path: Path, rows: Embeddings, about: dict[str, str]) -> None:
     import pyarrow
     import pyarrow.parquet
 
+    features = pyarrow.array(rows.features.reshape(-1))
     columns = {
-        "key": pyarrow.array(keys),
-        "label": pyarrow.array(labels, mask=labels < 0),  # unlabelled: null
-        "feature": pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(rows.reshape(-1)), rows.shape[1]),
+        "key": pyarrow.array(rows.keys),
+        "label": pyarrow.array(rows.labels, mask=rows.labels < 0),  # unlabelled: null
+        "class": pyarrow.array([name or None for name in rows.classes], type=pyarrow.string()),
+        "feature": pyarrow.FixedSizeListArray.from_arrays(features, rows.features.shape[1]),
     }
     table = pyarrow.table(columns).replace_schema_metadata({"massl": json.dumps(about)})
     pyarrow.parquet.write_table(table, path)
@@ -171,5 +180,5 @@ def _require_pyarrow() -> None:
         ) from None
 
 
-Writer = Callable[[Path, Rows, Labels, list[str], dict[str, str]], None]
+Writer = Callable[[Path, Embeddings, dict[str, str]], None]
 WRITERS: dict[str, Writer] = {".parquet": _write_parquet, ".npz": _write_npz, ".safetensors": _write_safetensors}

@@ -82,7 +82,7 @@ def pretrain(
     """
     path = Path(output).expanduser()
     start = None if start_from is None else Path(start_from).expanduser().resolve()
-    resolved = resolve_recipe(recipe or recipe_of_run(path, start), data, overrides or {})
+    resolved = resolve_recipe(recipe or recipe_of_run(path, start, data=data), data, overrides or {})
     folder = RunFolder(path, resolved)
     if not folder.has_begun:  # a run of an older version goes on with the weights it has
         refuse_published_weights(resolved.backbone)
@@ -93,7 +93,8 @@ def pretrain(
         announce_run(resolved, folder, console)
         with stop_together():
             as_before = folder.lists_as_before
-            source = open_images(resolved.data.source, as_before=as_before)
+            rules = resolved.data.rules(folder.known_ranges)
+            source = open_images(resolved.data.source, as_before=as_before, rules=rules)
             identity = identify(source, as_before=as_before)
         require_equal_ranks(resolved, identity)
         folder = replace(folder, data=identity)
