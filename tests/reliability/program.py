@@ -29,7 +29,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given, classes = parse_arguments(arguments), all_classes()
+    broken: dict[str, Exception] = {}
+    given, classes = parse_arguments(arguments), all_classes(broken=broken)
+    for name, error in broken.items():
+        print(f"{name} cannot be imported: {type(error).__name__}: {error}", file=sys.stderr)
     if unknown := set(given.only or ()) - {found.name for found in classes}:
         print(f"no class is named {', '.join(sorted(unknown))}; --list names them", file=sys.stderr)
         return 2
@@ -44,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _FAILURES.unlink(missing_ok=True)
     num_bad = sum(_many_cases(found, given, classes) for found in chosen)
     print(f"{num_bad} cases were not survived: {_FAILURES}" if num_bad else "all cases were survived")
-    return min(num_bad, 1)
+    return int(bool(num_bad or broken))
 
 
 def _one_case(found: FaultClass, number: int) -> int:
