@@ -15,7 +15,7 @@ from tests.reliability.processes import Answer, server
 from tests.reliability.world import RunReader
 
 
-@fault_class("concurrent starts", kind="processes", quick=1)
+@fault_class("concurrent starts", kind="processes", quick=1, more=4)
 def concurrent_starts(case: Case) -> None:
     """One does the work, the others are refused with a clear line or find it done; nothing is mixed up."""
     kind = case.pick([_pretrain, _pretrain_continuing, _evaluate, _embed])

@@ -166,7 +166,7 @@ _KINDS = {
 }
 
 
-@fault_class("disk full within a file", quick=48)
+@fault_class("disk full within a file", quick=36, more=300)
 def full_within_a_file(case: Case) -> None:
     """What was there stays, the error is clear, and when there is room again the same call succeeds."""
     name = case.pick(list(_KINDS))
@@ -217,7 +217,7 @@ def _says_full(error: Exception) -> bool:
 # ---- whole commands --------------------------------------------------------------------------------------------------
 
 
-@fault_class("disk full within a command", kind="processes", quick=2, more=8)
+@fault_class("disk full within a command", kind="processes", quick=1, more=4)
 def full_within_a_command(case: Case) -> None:
     """A clear line and status 1, nothing that was there changed; with room again, the result of a disk never full."""
     name = case.pick(list(_COMMANDS))

@@ -27,12 +27,12 @@ _CALLS = (
 _KINDS = ("half a checkpoint", "call", "outside", "event", "half a metrics line", "call", "outside", "event")
 
 
-@fault_class("kills, images read by threads", kind="processes", quick=4, more=16)
+@fault_class("kills, images read by threads", kind="processes", quick=3, more=8)
 def kill_with_threads(case: Case) -> None:
     _kill_and_continue(case, "threads")
 
 
-@fault_class("kills, images read by processes", kind="processes", quick=1, more=8)
+@fault_class("kills, images read by processes", kind="processes", quick=1, more=2)
 def kill_with_processes(case: Case) -> None:
     _kill_and_continue(case, "processes")
 

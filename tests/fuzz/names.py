@@ -96,7 +96,7 @@ class _Page(HTMLParser):
             self.code.append(data)
 
 
-@fault_class("hostile names on the page of a report", quick=30, more=300)
+@fault_class("hostile names on the page of a report", quick=30, more=200)
 def hostile_page(case: Case) -> None:
     """The page has no element, attribute, link or code that a page of plain names has not."""
     folder = _write_run(case.folder, lambda: _hostile(case.random))
@@ -207,7 +207,7 @@ def _write_run(parent: Path, name: Any) -> Path:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-@fault_class("hostile names of images and classes", kind="processes", quick=1, more=4)
+@fault_class("hostile names of images and classes", kind="processes", quick=1, more=3)
 def hostile_pictures(case: Case) -> None:
     """Class and file names in the pictures of a report: map, neighbours, matches."""
     photos = case.folder / "photos"
