@@ -14,9 +14,17 @@ from massl.config import MasslError
 from massl.data.evaluation.views import MAX_SIDE, PUBLISHED_CROP_RATIO
 from massl.nn.positions import RESAMPLING_RULE
 
+_MAX_SIGNS = 200  # of a text from a file in a message
+
 
 class WeightsError(MasslError, ValueError):
     """A weights file is missing or unsuitable; the message says what to do."""
+
+
+def for_message(text: str) -> str:
+    """Text from a file, short and without signs that control a terminal."""
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= _MAX_SIGNS else f"{text[:_MAX_SIGNS]} ..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +48,9 @@ def read_facts(path: Path, metadata: Mapping[str, str]) -> BackboneFacts | None:
         crop_ratio = json.loads(metadata.get("crop_ratio", str(PUBLISHED_CROP_RATIO)))
         rule = json.loads(metadata.get("position_resampling", f'"{RESAMPLING_RULE}"'))
     except (KeyError, ValueError, RecursionError) as error:
-        raise WeightsError(f"the metadata of {path} are damaged ({error!r}); write the file again") from error
+        raise WeightsError(
+            f"the metadata of {path} are damaged ({for_message(repr(error))}); write the file again"
+        ) from error
     size_fits = type(image_size) is int and 0 < image_size <= MAX_SIDE
     expected = {
         "timm, a mapping with the name of the model": isinstance(timm_arguments, dict) and _has_names(timm_arguments),
@@ -55,8 +65,8 @@ def read_facts(path: Path, metadata: Mapping[str, str]) -> BackboneFacts | None:
         raise WeightsError(f"the metadata of {path} are damaged: expected {'; '.join(wrong)}; write the file again")
     if rule != RESAMPLING_RULE:
         raise WeightsError(
-            f"{path} resamples position embeddings by the rule {rule[:99]!a}, which this version of massl does not "
-            "have; install a newer one"
+            f"{path} resamples position embeddings by the rule {for_message(rule)!r}, which this version of massl does "
+            "not have; install a newer one"
         )
     return BackboneFacts(
         timm_arguments=timm_arguments, mean=tuple(mean), std=tuple(std), image_size=image_size, crop_ratio=crop_ratio

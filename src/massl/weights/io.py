@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from massl.config import RecipeError
 from massl.data.evaluation.views import PUBLISHED_CROP_RATIO, whole_patches
-from massl.digests import DamagedFile, check_zip
+from massl.digests import DIGEST_KEY, DamagedFile, check_zip
 from massl.nn.any_size import for_any_size, for_one_size
 from massl.nn.positions import RESAMPLING_RULE
 from massl.nn.timm_models import MAX_ELEMENTS, create_timm_model
-from massl.weights.facts import BackboneFacts, WeightsError, read_facts
+from massl.weights.facts import BackboneFacts, WeightsError, for_message, read_facts
 from massl.weights.tensor_files import read_tensors, tensor_bytes
 from massl.weights.transform import ImageTransform
 
@@ -33,7 +33,7 @@ _MORE_ELEMENTS = 2**24  # beside its weights, a model makes indices and position
 _SHOWN = 20  # names in a message
 _ADVICE_FOR_DAMAGE = (
     "Copy it again. For the backbone of a run, give its command `massl pretrain` again: it writes the file anew from "
-    "the newest checkpoint. If you changed the file yourself, leave the entry `digest` out of its metadata"
+    f"the newest checkpoint. If you changed the file yourself, leave the entry {DIGEST_KEY} out of its metadata"
 )
 
 
@@ -140,7 +140,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except DamagedFile as error:
         raise WeightsError(f"cannot read {path}: {error}. {_ADVICE_FOR_DAMAGE}") from error
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"cannot read {path}: {error}") from error
+        raise WeightsError(f"cannot read {path}: {for_message(str(error))}") from error
 
 
 def is_readable(path: Path) -> bool:
@@ -181,15 +181,15 @@ def read_pickled(path: Path) -> Any:
     except Exception as error:  # for other files torch.load may raise anything: KeyError, EOFError, struct.error ...
         refused = re.search(r"GLOBAL (\S+)", str(error))
         if refused is not None:
-            name = ascii(refused[1])[1:-1]
+            name = for_message(refused[1])
             raise WeightsError(
                 f"{path} holds a Python object ({name}), and opening it could run foreign code. If you trust the "
                 "file, save only its weights: torch.save(state_dict, ...) or safetensors"
             ) from error
         lines = [line for line in str(error).splitlines() if line and "documentation of torch.load" not in line]
+        reason = f"{type(error).__name__} {for_message(lines[-1]) if lines else ''}"
         raise WeightsError(
-            f"cannot read {path}: {type(error).__name__} {lines[-1] if lines else '':.200}. It is damaged, incomplete "
-            "or not a PyTorch checkpoint; download it again"
+            f"cannot read {path}: {reason}. It is damaged, incomplete or not a PyTorch checkpoint; download it again"
         ) from error
 
 
@@ -228,6 +228,6 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _named(problem: str, keys: Collection[str]) -> list[str]:
-    shown = [key if key.isprintable() else ascii(key) for key in sorted(keys)[:_SHOWN]]
+    shown = map(for_message, sorted(keys)[:_SHOWN])
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return [f"{problem} {', '.join(key[:99] for key in shown)}{more}"] if keys else []
+    return [f"{problem} {', '.join(shown)}{more}"] if keys else []

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from massl.weights.facts import WeightsError
+from massl.weights.facts import WeightsError, for_message
 
 KNOWN_LAYOUTS = (
     "a training checkpoint of MaSSL, DINO or iBOT ({'teacher': {'backbone.*'}}; the teacher is taken)",
@@ -192,7 +192,7 @@ def _num_heads(dim: int, given: int | None, *, is_mocov3: bool, origin: str) -> 
 
 
 def _some(keys: Iterable[str]) -> str:
-    shown = [key if key.isprintable() else ascii(key) for key in keys]
+    shown = [for_message(key) for key in keys]
     return ", ".join(shown[:5]) + (" ..." if len(shown) > 5 else "")
 
 
