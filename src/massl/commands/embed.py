@@ -10,6 +10,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
+from safetensors import SafetensorError
 
 from massl import distributed
 from massl.commands.arguments import parse
@@ -122,14 +123,20 @@ def run_embedding(settings: EmbedSettings, source: ImageSource | None = None) ->
                 "crop_ratio": f"{extractor.crop_ratio:g}",
                 "data": source.name,
             }
-            with replacing(path) as unfinished:
-                keys = list(map(stored_key, rows.keys))
-                classes = list(map(stored_key, rows.classes))
-                stored = Embeddings(features=rows.features, labels=rows.labels, keys=keys, classes=classes)
-                WRITERS[path.suffix](unfinished, stored, _storable(about))
+            _write(path, rows, _storable(about))
         print_line(console, f"{path}: {len(rows.keys):,} features of {rows.features.shape[1]} dimensions")
         distributed.barrier()
     return path
+
+
+def _write(path: Path, rows: Embeddings, about: dict[str, str]) -> None:
+    keys, classes = (list(map(stored_key, names)) for names in (rows.keys, rows.classes))
+    stored = Embeddings(features=rows.features, labels=rows.labels, keys=keys, classes=classes)
+    try:
+        with replacing(path) as unfinished:
+            WRITERS[path.suffix](unfinished, stored, about)
+    except (OSError, SafetensorError) as error:
+        raise MasslError(f"cannot write {path} ({error}); make room or choose another --output") from error
 
 
 def _storable(about: dict[str, str]) -> dict[str, str]:
