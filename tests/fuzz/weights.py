@@ -127,7 +127,7 @@ def _original() -> tuple[nn.Module, dict[str, str], bytes]:
         backbone.model, timm_arguments=backbone.timm_arguments, mean=(0.5,) * 3, std=(0.2,) * 3, image_size=16
     )
     metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-    metadata.pop("digest", None)
+    metadata.pop("massl_digest", None)
     return backbone.model, metadata, content
 
 

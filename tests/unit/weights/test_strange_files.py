@@ -50,12 +50,12 @@ def written(path: Path, *, timm: Any = None, tensors: dict[str, Tensor] | None =
     )
     end = 8 + int.from_bytes(content[:8], "little")
     metadata = json.loads(content[8:end])["__metadata__"]
-    metadata.pop("digest", None)  # a stranger may leave it out
+    metadata.pop("massl_digest", None)  # a stranger may leave it out
     arguments = {**json.loads(metadata["timm"]), **timm} if isinstance(timm, dict) else timm
     metadata |= {key: json.dumps(value) for key, value in facts.items()}
     metadata |= {} if timm is None else {"timm": json.dumps(arguments)}
-    found = {**safetensors.torch.load(content), **(tensors or {})}
-    path.write_bytes(safetensors.torch.save(found, metadata))
+    weights = {**safetensors.torch.load(content), **(tensors or {})}
+    path.write_bytes(safetensors.torch.save(weights, metadata))
     return path
 
 
