@@ -17,7 +17,10 @@ from pathlib import Path
 _MARK = b"massl-sha256:"
 _NUM_DIGITS = 64
 _COMMENT_SIZE = len(_MARK) + _NUM_DIGITS
-DIGEST_TO_COME = _MARK.decode() + "0" * _NUM_DIGITS  # metadata value that `seal_safetensors` fills in
+DIGEST_KEY = "massl_digest"  # in the metadata of a .safetensors file
+DIGEST_TO_COME = {DIGEST_KEY: _MARK.decode() + "0" * _NUM_DIGITS}  # metadata that `seal_safetensors` fills in
+_HEAD = b'{"__metadata__":{"'  # how a header with metadata begins
+_SEALED_HEAD = _HEAD + DIGEST_KEY.encode() + b'":"' + _MARK
 _BLOCK = 4 << 20  # bytes hashed at once by one thread: 2 ms
 _MAX_HEADER = 100 << 20  # as safetensors allows
 _ZIP_BEGIN = b"PK\3\4"
@@ -32,17 +35,19 @@ class DamagedFile(OSError):
 
 
 def seal_safetensors(content: bytearray | mmap.mmap) -> None:
-    """Put metadata in the order of their names, and the digest in place of `DIGEST_TO_COME`.
+    """Put the digest first among the metadata and the others in the order of their names.
 
     safetensors writes metadata in a random order; sealed files of equal content are equal.
     """
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(end - 8)
-    assert len(text) == end - 8, "only the order may change"
-    content[8:end] = text
-    at = 8 + text.index(DIGEST_TO_COME.encode()) + len(_MARK)
+    metadata = header["__metadata__"]
+    header["__metadata__"] = DIGEST_TO_COME | dict(sorted(metadata.items()))
+    text = json.dumps({"__metadata__": None} | header, separators=(",", ":"), ensure_ascii=False).encode()
+    assert text.startswith(_SEALED_HEAD)
+    assert len(text) <= end - 8, "only the order may change"
+    content[8:end] = text.ljust(end - 8)
+    at = 8 + len(_SEALED_HEAD)
     content[at : at + _NUM_DIGITS] = _digits(lambda begin, size: content[begin : begin + size], len(content), at=at)
 
 
@@ -103,9 +108,13 @@ def _place_of_digits(read_at: ReadAt, size: int) -> int | None:
     header_size = int.from_bytes(read_at(0, 8), "little")
     if not 0 < header_size <= min(size - 8, _MAX_HEADER):
         return None
-    found = read_at(8, header_size).find(_MARK)
-    at = 8 + found + len(_MARK)
-    return at if found >= 0 and at + _NUM_DIGITS <= size else None
+    header = read_at(8, header_size)
+    at = header.find(_MARK) + len(_MARK)
+    # Also where damage has hit the mark: half of it is enough to tell that the file is sealed.
+    pairs = zip(header[len(_HEAD) : len(_SEALED_HEAD)], _SEALED_HEAD[len(_HEAD) :], strict=False)
+    if sum(one == other for one, other in pairs) > (len(_SEALED_HEAD) - len(_HEAD)) // 2:
+        at = len(_SEALED_HEAD)
+    return 8 + at if at >= len(_MARK) else None
 
 
 def _digits(read_at: ReadAt, size: int, *, at: int) -> bytes:

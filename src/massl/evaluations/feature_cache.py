@@ -24,11 +24,14 @@ class DamagedCache(Exception):
 def read_rows(path: Path, *, num_rows: int) -> Tensor:  # -> [num_rows, D]
     """Features of a file. Raises DamagedCache."""
     try:
-        rows = read_tensors(path)[0]["rows"]
+        tensors, metadata = read_tensors(path)
+        rows = tensors["rows"]
     except (SafetensorError, OSError) as error:
         raise DamagedCache(str(error)) from None
     except KeyError:
         raise DamagedCache("it holds no features") from None
+    if metadata.get("place", _place(path)) != _place(path):  # older files do not say
+        raise DamagedCache(f"it is a copy of {metadata['place']}")
     if rows.dim() != 2 or rows.dtype != torch.float32 or len(rows) != num_rows:
         raise DamagedCache(f"it holds {[*rows.shape]} values of {rows.dtype} instead of {num_rows} features")
     if num_broken := num_not_finite(rows):  # files of older versions have no digest
@@ -38,12 +41,17 @@ def read_rows(path: Path, *, num_rows: int) -> Tensor:  # -> [num_rows, D]
 
 def write_rows(path: Path, rows: Tensor) -> None:  # [n, D]
     try:
-        write_tensors(path, {"rows": rows.contiguous()})
+        write_tensors(path, {"rows": rows.contiguous()}, {"place": _place(path)})
         remove_leftovers(path.parent)
     except (SafetensorError, OSError) as error:
         raise EvaluationError(
             f"cannot write features to {path} ({error}); make room or choose another folder"
         ) from None
+
+
+def _place(path: Path) -> str:
+    """Key and part of a file's features: its path in the cache."""
+    return f"{path.parent.name}/{path.name}"
 
 
 def read_unreadable(path: Path) -> dict[int, str]:

@@ -14,7 +14,7 @@ from massl.files import make_folder, replacing
 
 def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """The content of a file: always the same for the same tensors and metadata."""
-    content = bytearray(safetensors.torch.save(dict(tensors), {**metadata, "digest": DIGEST_TO_COME}))
+    content = bytearray(safetensors.torch.save(dict(tensors), {**metadata, **DIGEST_TO_COME}))
     seal_safetensors(content)
     return bytes(content)
 
@@ -23,7 +23,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     """The same as a file; its folder is created. Raises OSError or SafetensorError."""
     make_folder(path.parent)
     with replacing(path) as partial:
-        safetensors.torch.save_file(dict(tensors), partial, {**(metadata or {}), "digest": DIGEST_TO_COME})
+        safetensors.torch.save_file(dict(tensors), partial, {**(metadata or {}), **DIGEST_TO_COME})
         with partial.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
             seal_safetensors(content)
 

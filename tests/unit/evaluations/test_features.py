@@ -497,6 +497,19 @@ def test_a_damaged_file_is_computed_again_and_says_so(extractor: Extractor, tmp_
     assert len(lines) == 1
 
 
+def test_features_under_the_name_of_others_are_not_taken(extractor: Extractor, tmp_path: Path) -> None:
+    lines: list[str] = []
+    extractor = replace(extractor, cache=tmp_path, say=lines.append)
+    expected = extractor.features(array(5), view=VIEW, feature="cls").rows
+    extractor.features(array(5, seed=1), view=VIEW, feature="cls")
+    own, other = (
+        tmp_path / extractor.cache_key(array(5, seed=seed), VIEW, "cls") / "000000000.safetensors" for seed in (0, 1)
+    )
+    own.write_bytes(other.read_bytes())
+    assert torch.equal(extractor.features(array(5), view=VIEW, feature="cls").rows, expected)
+    assert "is a copy of" in lines[0]
+
+
 def test_files_of_older_versions_without_a_digest_are_read(extractor: Extractor, tmp_path: Path) -> None:
     extractor = replace(extractor, cache=tmp_path, say=pytest.fail)
     expected = extractor.features(array(5), view=VIEW, feature="cls").rows

@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from timm.models.vision_transformer import VisionTransformer
 
 from massl.config import MasslError
+from massl.digests import DIGEST_KEY
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.facts import WeightsError
 from massl.weights.io import BACKBONE_FILE, backbone_bytes, load_backbone, read_safetensors
@@ -67,7 +68,7 @@ def test_timm_finds_crop_and_filter_too(tmp_path: Path) -> None:
 def without(path: Path, *keys: str) -> None:
     """Rewrite a backbone file as if it had been written before it had these keys."""
     tensors, metadata = read_safetensors(path)
-    save_file(tensors, path, {key: value for key, value in metadata.items() if key not in ("digest", *keys)})
+    save_file(tensors, path, {key: value for key, value in metadata.items() if key not in (DIGEST_KEY, *keys)})
 
 
 @pytest.mark.parametrize(("settings", "size"), [(VIT, 16), (RESNET, 224)], ids=["transformer", "convolutional"])
@@ -83,7 +84,7 @@ def test_older_files_have_the_size_of_their_model_and_the_published_crop(
 
 def test_an_unknown_rule_for_positions_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, VIT)
-    without(tmp_path / BACKBONE_FILE, "digest")
+    without(tmp_path / BACKBONE_FILE, DIGEST_KEY)
     tensors, metadata = read_safetensors(tmp_path / BACKBONE_FILE)
     assert metadata["position_resampling"] == '"dino"'
     save_file(tensors, tmp_path / BACKBONE_FILE, {**metadata, "position_resampling": '"rotary"'})
@@ -192,7 +193,7 @@ def test_a_file_written_again_without_the_digest_is_read(tmp_path: Path) -> None
     write_run(tmp_path, VIT)
     path = tmp_path / BACKBONE_FILE
     tensors, metadata = read_safetensors(path)
-    without(path, "digest")
+    without(path, DIGEST_KEY)
     again, _ = read_safetensors(path)
-    assert "digest" in metadata
+    assert DIGEST_KEY in metadata
     assert all(torch.equal(tensors[name], again[name]) for name in tensors)
