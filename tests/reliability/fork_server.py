@@ -7,6 +7,7 @@ process does: threads joined, exit functions called.
 
 import atexit
 import contextlib
+import ctypes
 import errno
 import functools
 import importlib
@@ -17,6 +18,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,7 @@ from torch.utils import tensorboard  # noqa: F401 (every run writes with it)
 import massl.cli
 import massl.commands
 from massl.training.metrics_log import MetricsLog
+from massl.training.step import TrainingStep
 
 
 def _die() -> NoReturn:
@@ -151,6 +154,36 @@ def limit_file_size(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
+def hang_at_file(name: str, flag: str, may_be_interrupted: bool) -> None:
+    """Reading this file never returns once `flag` exists, as from a network drive that is gone.
+
+    Not `may_be_interrupted`: the thread does not even come back to Python for a signal.
+    """
+    original = os.open
+
+    def open_or_hang(path: Any, *positional: Any, **named: Any) -> int:
+        if os.fspath(path).endswith(name) and os.path.exists(flag):
+            Path(f"{flag}.reached").touch()
+            if not may_be_interrupted:
+                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+                ctypes.CDLL(None).sleep(10**6)
+            time.sleep(10**6)
+        return original(path, *positional, **named)
+
+    os.open = open_or_hang  # type: ignore[assignment]
+
+
+def slow_steps(seconds: float) -> None:
+    """Each part of a step takes so long at least."""
+    original = TrainingStep.forward_backward
+
+    def slow(*positional: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return original(*positional, **named)
+
+    TrainingStep.forward_backward = slow  # type: ignore[method-assign]
+
+
 HOOKS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
@@ -161,6 +194,8 @@ HOOKS: dict[str, Callable[..., None]] = {
         kill_in_half_a_checkpoint,
         kill_in_half_a_metrics_line,
         limit_file_size,
+        hang_at_file,
+        slow_steps,
     )
 }
 
