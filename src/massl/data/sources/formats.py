@@ -29,7 +29,7 @@ def has_heif() -> bool:
 
 @cache
 def has_avif() -> bool:
-    return bool(features.check("avif"))
+    return "avif" in features.modules and bool(features.check("avif"))  # Pillow before 11.3 does not know the word
 
 
 @cache
