@@ -162,7 +162,7 @@ def hang_at_file(name: str, flag: str, may_be_interrupted: bool) -> None:
     original = os.open
 
     def open_or_hang(path: Any, *positional: Any, **named: Any) -> int:
-        if os.fspath(path).endswith(name) and os.path.exists(flag):
+        if os.fspath(path).endswith(name) and Path(flag).exists():
             Path(f"{flag}.reached").touch()
             if not may_be_interrupted:
                 signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
