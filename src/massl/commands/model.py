@@ -87,7 +87,8 @@ def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[
     console = message_console(quiet=not distributed.is_main())
     with host_threads_for(device), _progress_on(console) as progress:
         model = open_model(settings.model, num_heads=settings.num_heads, pretrained=settings.pretrained)
-        if settings.image_size is not None:
+        # The size it was trained at need not be a multiple of the patch.
+        if settings.image_size is not None and settings.image_size != model.image_size:
             size = whole_patches(settings.image_size, patch_size(model.backbone), option="image_size")
             model = replace(model, image_size=size)
         crop_ratio = model.crop_ratio if settings.crop_ratio is None else settings.crop_ratio

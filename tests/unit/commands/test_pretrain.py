@@ -133,3 +133,18 @@ def test_an_unreadable_file_counts_once_though_training_and_probe_meet_it(
     said = capsys.readouterr().err
     assert said.count("skipped an unreadable image") == 1
     assert "skipped 1 unreadable image in all" in said
+
+
+def test_a_size_that_is_no_multiple_of_the_patch_is_seen_by_all_commands(
+    recipe: Path, archive: Path, tmp_path: Path
+) -> None:
+    odd = {"trainer.max_steps": 1, "probes.every_epochs": 0, "views.global_size": 18}
+    run = massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", overrides=odd).folder
+    own = massl.embed(run, data=archive, overrides={"device": "cpu"}).features
+    assert np.array_equal(massl.embed(run, data=archive, overrides={"image_size": 18, "device": "cpu"}).features, own)
+    with pytest.raises(DataError, match="image_size 19"):
+        massl.embed(run, data=archive, overrides={"image_size": 19, "device": "cpu"})
+    massl.report([run], output=tmp_path / "report.html", device="cpu")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "no multiple" not in page
+    assert 'id="correspondence"' in page

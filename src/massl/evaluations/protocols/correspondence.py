@@ -69,8 +69,11 @@ class PairBatch:
 
 
 def correspondence_size(model: LoadedModel, size: int | None, *, option: str) -> int:
+    """The requested size, or the model's; a multiple of the patch."""
     patch = require_patches(model.backbone, purpose="correspondence")
-    return whole_patches(model.image_size if size is None else size, patch, option=option)
+    if size is not None:
+        return whole_patches(size, patch, option=option)
+    return max(1, model.image_size // patch) * patch
 
 
 def instance_pairs(
