@@ -67,6 +67,8 @@ class CheckpointStore:
                 state = load_checkpoint(self.path(step))
                 if lacking := _lacking(state, like or {}):
                     raise CheckpointError(f"the checkpoint {self.path(step)} lacks {lacking}")
+                if like and state["step"] != step:
+                    raise CheckpointError(f"the checkpoint {self.path(step)} is a copy of that of step {state['step']}")
                 return state
             except CheckpointError as error:
                 before = [other for other in steps if other < step]

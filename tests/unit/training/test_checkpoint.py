@@ -236,6 +236,16 @@ def test_a_newest_checkpoint_that_lacks_something_is_reported_and_the_one_before
     assert re.search(rf"{store.path(20)} lacks {named}.*step 10", warnings[0])
 
 
+def test_a_checkpoint_under_the_name_of_another_is_reported(tmp_path: Path) -> None:
+    store = store_with(tmp_path, 10, 20)
+    store.path(20).write_bytes(store.path(10).read_bytes())
+    warnings: list[str] = []
+    loaded = store.load_latest(warnings.append, like=LIKE)
+    assert loaded is not None
+    assert loaded["step"] == 10
+    assert f"{store.path(20)} is a copy" in warnings[0]
+
+
 def test_a_checkpoint_that_is_no_dictionary_is_skipped_too(tmp_path: Path) -> None:
     store = store_with(tmp_path, 10)
     torch.save([1, 2], store.path(20))
