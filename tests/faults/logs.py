@@ -51,7 +51,8 @@ HOSTILE_VALUES: list[Any] = [
 HOSTILE_NAMES = [
     "loss", "knn_top1", "effective_rank", "teacher_entropy", "epoch", "step", "images_per_second", "lr",
     "other_view_top1", "peak_memory_gib", "embedding_spread", "memory_winner_share", "warning", "", " ",
-    "<script>alert(1)</script>", "a\nb", "\u202ename", "\ud800", "__proto__", "x" * 300, "größe", "constructor", "a.b", "{{ 7 * 7 }}",
+    "<script>alert(1)</script>", "a\nb", "\u202ename", "\ud800", "__proto__", "x" * 300, "größe",
+    "constructor", "a.b", "{{ 7 * 7 }}",
 ]  # fmt: skip
 
 
