@@ -12,6 +12,7 @@ _SCAN, _APP1, _APP14 = 0xDA, 0xE1, 0xEE
 _EXIF, _XMP = b"Exif\0\0", b"http://ns.adobe.com/xap/1.0/\0"
 _YCBCR_COMPONENTS: Final = (b"\1\2\3", b"\0\1\2")  # component numbers; b"RGB" means that colours are stored as RGB
 _UNCLEAR: Final = 0
+MAX_SEGMENTS: Final = 10_000  # before the first scan; photographs have about 20
 
 
 class JpegHeader(NamedTuple):
@@ -41,7 +42,7 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
     header, orientation, adobe_transform = None, None, None
     position = 2
     try:
-        while True:
+        for _ in range(MAX_SEGMENTS):
             lead, marker, length = _SEGMENT.unpack_from(data, position)
             if lead != 0xFF or marker in _BARE_MARKERS:
                 return None
@@ -57,6 +58,8 @@ def read_jpeg_header(data: bytes) -> JpegHeader | None:
             elif marker == _APP14 and data[position + 4 : position + 9] == b"Adobe":
                 adobe_transform = data[position + 15]
             position += 2 + length
+        else:
+            return None
     except (struct.error, IndexError):  # the file ends inside its header
         return None
     if header is None:
