@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from tests.reliability.frame import Case, Crash, Lost, fault_class, made_once
+from tests.reliability.frame import Case, Crash, Lost, Wrong, fault_class, made_once
 from tests.reliability.processes import Answer, server
 from tests.reliability.world import TINY_RECIPE, RunReader, num_lines, tiny_images
 
@@ -45,6 +45,8 @@ def _kill_and_continue(case: Case, worker_kind: str) -> None:
         answer = _run_killed(case, kind, command, run, reference)
         if answer.status not in (0, -signal.SIGKILL):  # 0: it ended before the moment came
             raise Crash(f"status {answer.status}: {answer.text[-500:]}")
+        if not server().started[-1].group_ends():
+            raise Wrong("worker processes outlive the run that was killed")
     saved, known = _newest_step(run), num_lines(run / "metrics.jsonl")
     process = server().start(*command)
     with case.recovery():

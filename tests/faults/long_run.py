@@ -22,7 +22,7 @@ _TINIEST = {
 }
 _SECONDS = 600.0
 _NUM_IMAGES = 16  # 4 steps an epoch
-_MIB_MORE, _FILES_MORE, _THREADS_MORE = 32, 4, 2  # the second half of a run may have this much more than the first
+_MIB_MORE, _FILES_MORE, _THREADS_MORE = 16, 4, 4  # the second half of a run may have this much more than the first
 
 
 class _Use(NamedTuple):

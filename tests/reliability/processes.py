@@ -53,6 +53,17 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if whole_group else os.kill)(self.pid, number)
 
+    def group_ends(self, *, seconds: float = 10.0) -> bool:
+        """Whether the processes that it started end by themselves after it."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(self.pid, 0)
+            except ProcessLookupError:
+                return True
+            time.sleep(0.02)
+        return False
+
     def wait_until(self, condition: Callable[[], bool], *, seconds: float = _DEADLINE_SECONDS) -> None:
         """Until the condition holds or the process has ended."""
         deadline = time.monotonic() + seconds
@@ -143,11 +154,11 @@ class ForkServer:
     def end_all(self) -> float:
         """Kill what still runs; the highest peak of all that were started since the last call, in MiB."""
         for process in self.started:
-            process.kill(whole_group=True)
+            process.kill()
         for process in self.started:
-            with contextlib.suppress(ProcessLookupError):  # workers that outlived their parent
-                os.killpg(process.pid, signal.SIGKILL)
             process.wait_until(lambda: False)
+            if not process.group_ends():
+                os.killpg(process.pid, signal.SIGKILL)
             process.log.unlink(missing_ok=True)
         peak = max((process.peak_mib for process in self.started), default=0.0)
         self.started.clear()
