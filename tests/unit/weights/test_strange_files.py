@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import socket
 import zipfile
 from pathlib import Path
@@ -12,6 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+import massl
 from massl.config import RecipeError
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.facts import WeightsError
@@ -228,3 +230,16 @@ def test_a_folder_named_as_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "run" / "backbone.safetensors").mkdir(parents=True)
     with pytest.raises(WeightsError, match=r"backbone\.safetensors"):
         load_backbone(tmp_path / "run")
+
+
+def test_timm_builds_models_in_two_places_only() -> None:
+    # create_timm_model checks the options; _load_published loads what the user named
+    source = Path(massl.__file__).parent
+    places = [
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        for _ in re.findall(r"timm\.create_model\(", path.read_text())
+    ]
+    assert sorted(places) == ["nn/timm_models.py", "nn/timm_models.py", "weights/models.py"]
+    others = r"from timm.* import .*(create_model|load_checkpoint|load_pretrained)|timm\.models\.load"
+    assert not [path for path in source.rglob("*.py") if re.search(others, path.read_text())]
