@@ -27,7 +27,7 @@ _ZIP_BEGIN = b"PK\3\4"
 _ZIP_END, _ZIP_END_SIZE = b"PK\5\6", 22  # the record at the end of a zip file, and its size without a comment
 _DOS_DIRECTORY = 0x10  # attribute of a zip entry, for which torch.load leaves the memory of a tensor as it was
 
-ReadAt = Callable[[int, int], bytes]  # (first byte, number of bytes)
+ReadAt = Callable[[int, int], bytes | bytearray]  # (first byte, number of bytes)
 
 
 class DamagedFile(OSError):
