@@ -3,6 +3,8 @@
 # make test-slow   the long tests: learning runs, more faults, whole suite, documentation site, browser, benchmarks
 # make test-gpu    the tests that need a GPU, by the Python given: make test-gpu PYTHON=python3 (installs nothing)
 # make reliability 10,000 cases of every fault class (CASES=300 KILLS=5: a short look), into docs/reliability.md
+# make test-minimum  a share of the tests with the oldest versions of all dependencies (its own environment, .venv-min)
+# make audit       the licences of all dependencies
 # make lint        ruff and mypy
 # make format      let ruff rewrite what it can
 # make docs        the documentation site, into site/ (open site/index.html)
@@ -13,13 +15,25 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # A file stays with one worker, so that its fixtures are made once; folders in their order: the longest tests come first.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+# The oldest declared versions, and what is most likely to notice: whatever uses timm, safetensors, Pillow, YAML or torch.
+MIN_VENV := .venv-min
+MIN_STAMP := $(MIN_VENV)/.installed
+MIN_TESTS := tests/unit/weights tests/unit/nn tests/unit/methods tests/unit/data/sources tests/unit/data/loading \
+	tests/unit/training/test_checkpoint.py tests/unit/training/test_trainer.py tests/unit/test_config.py \
+	tests/unit/test_cli.py tests/unit/reports/test_tables.py
 
-.PHONY: demo test test-quick test-slow test-gpu reliability lint format clean-demo docs
+.PHONY: demo test test-quick test-slow test-gpu test-minimum audit reliability lint format clean-demo docs
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,docs]"
 	touch $(STAMP)
+
+$(MIN_STAMP): pyproject.toml constraints-min.txt
+	test -x $(MIN_VENV)/bin/python || $(PYTHON) -m venv $(MIN_VENV)
+	$(MIN_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-min.txt \
+		--editable . hypothesis pyarrow pytest pytest-xdist
+	touch $(MIN_STAMP)
 
 demo: $(STAMP)
 	$(BIN)/massl pretrain --recipe demo --output runs/demo
@@ -54,6 +68,13 @@ CASES ?= 10000
 KILLS ?= 100
 reliability: $(STAMP)
 	$(BIN)/python -m tests.reliability --table --cases $(CASES) --kills $(KILLS)
+
+# Warnings are no errors here: old packages warn about newer ones.
+test-minimum: $(MIN_STAMP)
+	$(MIN_VENV)/bin/python -m pytest -n auto --dist loadfile -W default -p no:cacheprovider -m "not slow and not gpu and not kernel" $(MIN_TESTS)
+
+audit: $(STAMP)
+	$(BIN)/python scripts/audit_dependencies.py
 
 docs: $(STAMP)
 	$(BIN)/python -m mkdocs build --strict

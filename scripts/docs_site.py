@@ -30,7 +30,7 @@ from massl.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 # page -> the file outside docs/ that it shows
-COPIES = {"changelog.md": "CHANGELOG.md", "benchmarks.md": "benchmarks/README.md"}
+COPIES = {"changelog.md": "CHANGELOG.md", "benchmarks.md": "benchmarks/README.md", "security.md": "SECURITY.md"}
 INSTEAD = {  # file outside docs/ -> page with the same content
     "README.md": "index.md",
     "CITATION.cff": "cite.md",
