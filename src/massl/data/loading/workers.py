@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -103,17 +104,18 @@ class WorkerProcesses:
         context.set_forkserver_preload([__name__])
         # workers exit when its writing end closes, however this process ends
         self._lifeline = context.Pipe(duplex=False)
-        self._loader: DataLoader[Chunk] = DataLoader(
-            _Chunks(source, seed=seed, max_side=max_side),
-            batch_sampler=self._sampler,
-            num_workers=num_workers,
-            prefetch_factor=max(2, -(-chunks_ahead // num_workers)),
-            collate_fn=_unchanged,
-            worker_init_fn=partial(_prepare_worker, self._lifeline[0]),
-            persistent_workers=True,
-            multiprocessing_context=context,
-            generator=torch.Generator(),  # its own, so that the global generator is not used
-        )
+        with _more_workers_than_cores():
+            self._loader: DataLoader[Chunk] = DataLoader(
+                _Chunks(source, seed=seed, max_side=max_side),
+                batch_sampler=self._sampler,
+                num_workers=num_workers,
+                prefetch_factor=max(2, -(-chunks_ahead // num_workers)),
+                collate_fn=_unchanged,
+                worker_init_fn=partial(_prepare_worker, self._lifeline[0]),
+                persistent_workers=True,
+                multiprocessing_context=context,
+                generator=torch.Generator(),  # its own, so that the global generator is not used
+            )
         self._chunks: Iterator[Chunk] | None = None
         self._next_step: int | None = None
         self._death: DataError | None = None
@@ -154,7 +156,7 @@ class WorkerProcesses:
             except Exception as error:
                 problem = f"{self._source.name} cannot be sent to worker processes ({error})"
                 raise DataError(f"{problem}; {_INSTEAD}") from None
-        with _isolated_start():
+        with _isolated_start(), _more_workers_than_cores():
             self._chunks = iter(self._loader)
 
     def close(self) -> None:
@@ -164,6 +166,14 @@ class WorkerProcesses:
         if self._chunks is not None:
             self._chunks._shutdown_workers()  # type: ignore[attr-defined]
             self._chunks = self._loader._iterator = None
+
+
+@contextmanager
+def _more_workers_than_cores() -> Iterator[None]:
+    """Without torch's warning that there are: workers also wait for disks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create", category=UserWarning)
+        yield
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -122,6 +123,14 @@ def test_batches_equal_those_of_threads_and_closing_leaves_nothing(photographs: 
     assert f"dogs/{VANISHED}.png: No such file or directory" in skipped[0]
     assert open_sockets() == before
     assert shared_memory_of([os.getpid(), *pids]) == []
+
+
+def test_more_workers_than_cores_are_no_reason_to_warn(photographs: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with loading(open_source(photographs), num_workers=len(os.sched_getaffinity(0)) + 1) as loader:
+            loader.at(0)
+    assert [str(warning.message) for warning in caught] == []
 
 
 def test_workers_start_when_first_needed_and_are_spared_what_the_cache_holds(
