@@ -125,7 +125,8 @@ class ProgressDisplay:
 
     def say(self, message: str, *, style: str | None = None) -> None:
         self._said_at = time.perf_counter()
-        self._console.print(message, style=style, markup=False, emoji=False, soft_wrap=True)
+        with contextlib.suppress(OSError):  # a terminal or pipe that is gone must not end the training
+            self._console.print(message, style=style, markup=False, emoji=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
         self.say(f"warning: {message}", style="yellow")

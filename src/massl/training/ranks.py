@@ -49,6 +49,16 @@ def require_equal_ranks(recipe: Settings, data: DataIdentity) -> None:
         _require_equal_images([seen for _, _, seen in gathered])
 
 
+def require_equal_steps(step: int | None) -> None:
+    """Refuse processes that continue from different checkpoints, e.g. because one of them reads a damaged copy."""
+    steps = distributed.gather_objects(step)
+    with stop_together():
+        if len(set(steps)) > 1:
+            shown = "; ".join(f"rank {rank} at step {step or 0}" for rank, step in enumerate(steps))
+            what = f"the processes would continue from different checkpoints: {shown}"
+            raise RecipeError(f"{what}. Give all the same checkpoints folder.")
+
+
 def _require_equal_code(versions: list[str]) -> None:
     if len(set(versions)) > 1:
         shown = "; ".join(f"rank {rank} runs {version}" for rank, version in enumerate(versions))
@@ -82,13 +92,3 @@ def _code() -> str:
     for path in sorted(package.rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return f"massl of digest {digest.hexdigest()[:8]}, torch {torch.__version__}, timm {timm.__version__}"
-
-
-def require_equal_steps(step: int | None) -> None:
-    """Refuse processes that continue from different checkpoints, e.g. because one of them reads a damaged copy."""
-    steps = distributed.gather_objects(step)
-    if len(set(steps)) > 1:
-        shown = "; ".join(f"rank {rank} at step {step or 0}" for rank, step in enumerate(steps))
-        raise RecipeError(
-            f"the processes would continue from different checkpoints: {shown}. Give all the same checkpoints folder."
-        )

@@ -91,12 +91,11 @@ class StopRequest:
                 signal.raise_signal(number)  # to the handler of before: KeyboardInterrupt, or the end
             return
         self.received, self._received_at = signal.Signals(number), time.monotonic()
+        _leave_lost_terminal()
         try:
             self._acknowledge()
         except RuntimeError:  # Python refuses to print while the main thread is inside a write to the same stream
             os.write(2, b"stopping\n")
-        except OSError:  # the terminal is gone: from now on nothing is printed, and nothing fails for it
-            _silence()
         if self._waiting_step is not None:
             raise StepAbandoned(self._waiting_step, number)
 
@@ -142,11 +141,11 @@ class _Exchange:
         return largest
 
 
-def _silence() -> None:
-    """Send standard error nowhere, and standard output too where it was the same terminal."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    with suppress(OSError):
-        if stat.S_ISCHR(os.fstat(1).st_mode) and not os.isatty(1):  # as a terminal is once it is gone
-            os.dup2(nowhere, 1)
-    os.close(nowhere)
+def _leave_lost_terminal() -> None:
+    """Send output nowhere where its terminal is gone: printing there would fail, before or after the checkpoint."""
+    for stream in (1, 2):
+        with suppress(OSError):  # a closed stream
+            if stat.S_ISCHR(os.fstat(stream).st_mode) and not os.isatty(stream):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)

@@ -7,7 +7,7 @@ from massl.config import MasslError, RecipeError
 from massl.data.identity import DataIdentity
 from massl.failures import ToldElsewhere
 from massl.training import ranks
-from massl.training.ranks import OtherRankStopped, require_equal_ranks, stop_together
+from massl.training.ranks import OtherRankStopped, require_equal_ranks, require_equal_steps, stop_together
 
 
 def images(digest: str = "a", source: str = "photos", num_images: int = 3) -> DataIdentity:
@@ -85,3 +85,13 @@ def test_what_all_ranks_find_is_told_by_the_first_alone(monkeypatch: pytest.Monk
     with pytest.raises(OtherRankStopped, match="images differ") as caught, stop_together():
         raise RecipeError("images differ")
     assert isinstance(caught.value, ToldElsewhere)
+
+
+def test_ranks_that_would_continue_from_other_steps_are_refused_and_one_tells_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    see(monkeypatch, 20, None)
+    require_equal_steps(20)
+    see(monkeypatch, 10, "steps differ")
+    with pytest.raises(RecipeError, match="rank 0 at step 20; rank 1 at step 10"):
+        require_equal_steps(20)

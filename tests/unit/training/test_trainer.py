@@ -25,7 +25,6 @@ from massl.training.checkpoint import load_checkpoint
 from massl.training.metrics_log import TIMING_KEYS, read_metrics
 from massl.training.probes import Probe
 from massl.training.progress import ProgressDisplay
-from massl.training.ranks import require_equal_steps
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.settings import TrainerSettings
@@ -305,6 +304,21 @@ def test_rows_of_a_run_stopped_in_a_probe_are_those_of_a_straight_run(
     assert rows_without_timing(tmp_path / "stopped") == rows_without_timing(tmp_path / "straight")
 
 
+def test_several_processes_leave_a_step_between_its_parts_and_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"trainer__accumulation_steps": 2, "probes__every_epochs": 100}
+    fit(tmp_path / "straight", **changes)
+    run = trainer(tmp_path / "stopped", **changes)
+    answers = iter([0] * 12 + [signal.SIGUSR1])
+    monkeypatch.setattr(run.stop, "agreed", lambda now=False: next(answers))
+    stopped = run.fit()
+    assert (stopped.finished, stopped.signal_number) == (False, signal.SIGUSR1)
+    assert run.store.steps() == [stopped.step]
+    assert fit(tmp_path / "stopped", **changes).finished
+    assert_equal(checkpoint(tmp_path / "stopped", 6), checkpoint(tmp_path / "straight", 6))
+
+
 def test_several_processes_leave_a_probe_when_one_of_them_received_a_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,13 +378,6 @@ def test_a_continued_run_writes_the_same_bytes(straight_run: Path, tmp_path: Pat
     fit(tmp_path)
     for name in ("checkpoints/step_000000006.pt", BACKBONE_FILE):
         assert (tmp_path / name).read_bytes() == (straight_run / name).read_bytes(), name
-
-
-def test_processes_that_continue_from_different_checkpoints_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "gather_objects", lambda step: [step, 20])
-    require_equal_steps(20)
-    with pytest.raises(RecipeError, match="rank 0 at step 10; rank 1 at step 20"):
-        require_equal_steps(10)
 
 
 def test_batches_in_parts_train_the_same_networks(straight_run: Path, tmp_path: Path) -> None:
