@@ -18,6 +18,7 @@ from massl.commands.model import model_on_device
 from massl.config import MasslError, changed, merge, validate
 from massl.data.evaluation.views import PUBLISHED_CROP_RATIO
 from massl.data.sources import ImageSource
+from massl.data.sources.keys import stored_key
 from massl.evaluations.base import EvaluationData
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import EvaluationError, Measurement
@@ -147,11 +148,11 @@ def _run_job(
             **vars(replace(measurement, setting=measurement.setting.with_remarks(remarks))),
             seconds=round(seconds, 3),
             weights=model.fingerprint,
-            model=model.name,
+            model=stored_key(model.name),
             architecture=model.architecture,
             precision=extractor.settings.precision,
             run=run,
-            train="" if data.train is None else data.train.name,
+            train="" if data.train is None else stored_key(data.train.name),
             images=images,
         )
         for measurement in measurements

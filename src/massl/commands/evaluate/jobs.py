@@ -11,6 +11,7 @@ from massl.commands.images import open_images
 from massl.config import Settings, fingerprint, merge, validate
 from massl.data.sources import ImageSource, open_source
 from massl.data.sources.file_stamps import digest_of_files
+from massl.data.sources.keys import stored_key
 from massl.data.sources.listing import files_below
 from massl.evaluations.base import EvaluationData
 from massl.evaluations.datasets import look_up, missing_data, open_data
@@ -98,7 +99,8 @@ def _job_on_given_data(request: EvaluationRequest, protocol: str, open_once: Cal
         raise EvaluationError(
             f"{protocol}: --folder {folder} does not exist; name the data set in its published layout"
         )
-    name = request.name or str(folder.name if uses_folder else request.test)
+    # as results can store it
+    name = stored_key(request.name or str(folder.name if uses_folder else request.test))
 
     def open_given(output: Path, _: Warn) -> EvaluationData:
         if uses_folder:
