@@ -77,8 +77,8 @@ def pretrain(
     {"trainer": {"epochs": 20}}. The run is kept in the folder `output`; the same call again, or `output` alone,
     continues it where it stopped. `start_from` names the folder of another run whose weights a new run starts from.
 
-    Ctrl-C saves a checkpoint, then raises KeyboardInterrupt. SIGTERM saves one too and returns a result that is not
-    `finished` and names the signal.
+    Ctrl-C saves a checkpoint, then raises KeyboardInterrupt. SIGTERM, SIGHUP and SIGUSR1 save one too and return a
+    result that is not `finished` and names the signal.
     """
     path = Path(output).expanduser()
     start = None if start_from is None else Path(start_from).expanduser().resolve()
