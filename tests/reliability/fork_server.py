@@ -184,6 +184,17 @@ def slow_steps(seconds: float) -> None:
     TrainingStep.forward_backward = slow  # type: ignore[method-assign]
 
 
+def spoil_image(index: int) -> None:
+    """Views of one image hold NaN, in the process that trains on it."""
+
+    def wrapped(original: Callable[..., Any], maker: Any, images: Any, **named: Any) -> Any:
+        views = original(maker, images, **named)
+        views.global_views[:, images.indices == index] = float("nan")
+        return views
+
+    _wrap("massl.training.view_maker:ViewMaker.__call__", wrapped)
+
+
 HOOKS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
@@ -196,6 +207,7 @@ HOOKS: dict[str, Callable[..., None]] = {
         limit_file_size,
         hang_at_file,
         slow_steps,
+        spoil_image,
     )
 }
 

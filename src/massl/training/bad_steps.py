@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from massl.data.loading.loader import Loader
 from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper, StepOutput
 from massl.training.loss_watch import NonFiniteLoss, in_short, not_finite
+from massl.training.ranks import stop_together
 from massl.training.run_folder import RunFolder
 from massl.training.step import TrainingStep
 
@@ -51,8 +52,15 @@ class BadSteps:
         of_most = f"{len(self.skipped)} of at most {self._allowed} (trainer.skip_bad_steps)"
         warn(error.step + 1, f"{error}: {error.origin}. The step is left out, {of_most}; its images: {path}")
 
-    def explained(self, error: NonFiniteLoss, *, steps_saved: Sequence[int]) -> TrainingStopped:
-        """The end of the run, in words."""
+    def end(self, error: NonFiniteLoss, *, steps_saved: Sequence[int]) -> NoReturn:
+        """End the run, in words. Of several processes that end at the same step one tells it."""
+        stopped = self._explained(error, steps_saved)
+        if error.origin:  # all processes left the step out; weights may be damaged in one of them alone
+            with stop_together():
+                raise stopped from error
+        raise stopped from error
+
+    def _explained(self, error: NonFiniteLoss, steps_saved: Sequence[int]) -> TrainingStopped:
         saved = f"The last good checkpoint, step {steps_saved[-1]}, is untouched" if steps_saved else "Nothing is saved"
         rare = ""
         if error.origin:
@@ -68,7 +76,8 @@ class BadSteps:
     def _list_images(self, error: NonFiniteLoss) -> Path:
         name = f"nonfinite_step_{error.step}_rank_{distributed.rank()}.json"
         images = self._loader.image_keys(error.indices)
-        return self._folder.write_json(name, {"step": error.step, "origin": error.origin, "images": images})
+        path = self._folder.write_json(name, {"step": error.step, "origin": error.origin, "images": images})
+        return path if distributed.world_size() == 1 else path.with_name(f"nonfinite_step_{error.step}_rank_*.json")
 
 
 def origin_in(step: TrainingStep, parts: Callable[[], Iterable[ViewBatch]], hyper: StepHyper, *, num_parts: int) -> str:

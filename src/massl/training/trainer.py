@@ -118,7 +118,7 @@ class Trainer:
                 except StepAbandoned as abandoned:
                     return self._after_abandoned(abandoned)
         except NonFiniteLoss as error:
-            raise self.bad_steps.explained(error, steps_saved=self.store.steps()) from error
+            self.bad_steps.end(error, steps_saved=self.store.steps())
         finally:
             self.rows.close()
             self.loader.close()
