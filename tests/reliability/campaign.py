@@ -17,7 +17,7 @@ from typing import Any
 from tests.reliability.frame import FaultClass, Verdict, memory_mib, run_case, session_folder
 
 _fork = multiprocessing.get_context("fork")  # the parent has imported everything and computed nothing
-_SET_UP_SECONDS = 120.0  # what a class makes once is not timed by the alarm, but it must end, too
+_SET_UP_SECONDS = 300.0  # what a class makes once is not timed by the alarm, but it must end, too
 _MIB_LIMIT = 6144.0  # of a worker: the machine has to live on
 _SECONDS_BETWEEN_LOOKS = 0.05
 # What a worker shares with its parent: numbers, which survive its death.
