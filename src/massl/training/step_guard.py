@@ -21,7 +21,7 @@ class StepGuard:
     """Call `begin` before the forward pass, `protect` before the update and `restore` after it."""
 
     def __init__(self, method: Method, optimizer: DecayedAdamW | DecayedSGD, *, on_device: bool) -> None:
-        self._method, self._optimizer = method, optimizer
+        self._method, self._optimizer, self._parameters = method, optimizer, list(method.parameters())
         self.on_device = on_device  # whether the device decides; otherwise the host
         self._buffers: _Copies | None = None
         self._rest: _Copies | None = None
@@ -37,7 +37,7 @@ class StepGuard:
         """The schedule values for the update, which have no effect on the teacher if gradients are not finite."""
         trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         states = [self._optimizer.state_of(parameter) for parameter in trained]
-        parameters = list(self._method.parameters())
+        parameters = self._parameters
         if isinstance(self._optimizer, DecayedAdamW) and fits_update_kernels(
             [*parameters, *(parameter.grad for parameter in trained)]
         ):
