@@ -51,6 +51,11 @@ def seal_safetensors(content: bytearray | mmap.mmap) -> None:
     content[at : at + _NUM_DIGITS] = _digits(lambda begin, size: content[begin : begin + size], len(content), at=at)
 
 
+def seal_safetensors_file(path: Path) -> None:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+        seal_safetensors(content)
+
+
 def seal_zip(path: Path) -> None:
     """Append the digest to a zip file as its comment; the file stays a zip file that torch.load opens."""
     with path.open("r+b", buffering=0) as file:

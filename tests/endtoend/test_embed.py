@@ -17,6 +17,7 @@ import torch
 import massl
 from massl.commands import embed as command
 from massl.config import MasslError
+from massl.digests import check_digest
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.io import backbone_bytes
 
@@ -127,6 +128,7 @@ def test_safetensors_are_read_by_safetensors(
     assert tensors["keys_utf8_lines"].tobytes().decode().split("\n") == KEYS
     with safetensors.safe_open(path, framework="np") as file:
         _assert_about(file.metadata(), model, images)
+    assert check_digest(path)
 
 
 def test_keys_of_a_folder_are_paths_and_images_without_classes_have_no_label(

@@ -11,7 +11,7 @@ from tests.reliability.processes import Answer, server
 _MOMENTS = [
     (target, moment)
     for target in (
-        "massl.weights.tensor_files:seal_safetensors",  # half of the file is written
+        "massl.weights.tensor_files:seal_safetensors_file",  # half of the file is written
         "os:fsync",
         "massl.evaluations.features:write_rows",
         "massl.files:_flush_folder",

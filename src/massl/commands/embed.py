@@ -23,6 +23,7 @@ from massl.data.loading.range_sample import settle_ranges
 from massl.data.sources import ImageSource
 from massl.data.sources.base import Pixels
 from massl.data.sources.keys import stored_key
+from massl.digests import DIGEST_TO_COME, seal_safetensors_file
 from massl.evaluations.features import Extractor
 from massl.files import replacing
 
@@ -160,7 +161,8 @@ def _write_npz(path: Path, rows: Embeddings, about: dict[str, str]) -> None:
 def _write_safetensors(path: Path, rows: Embeddings, about: dict[str, str]) -> None:
     keys, classes = (np.frombuffer("\n".join(lines).encode(), dtype=np.uint8) for lines in (rows.keys, rows.classes))
     tensors = {"features": rows.features, "labels": rows.labels, "keys_utf8_lines": keys, "classes_utf8_lines": classes}
-    safetensors.numpy.save_file(tensors, path, metadata=about)
+    safetensors.numpy.save_file(tensors, path, metadata={**about, **DIGEST_TO_COME})
+    seal_safetensors_file(path)
 
 
 def _write_parquet(path: Path, rows: Embeddings, about: dict[str, str]) -> None:
@@ -175,7 +177,7 @@ def _write_parquet(path: Path, rows: Embeddings, about: dict[str, str]) -> None:
         "feature": pyarrow.FixedSizeListArray.from_arrays(features, rows.features.shape[1]),
     }
     table = pyarrow.table(columns).replace_schema_metadata({"massl": json.dumps(about)})
-    pyarrow.parquet.write_table(table, path)
+    pyarrow.parquet.write_table(table, path, write_page_checksum=True)
 
 
 def _require_pyarrow() -> None:

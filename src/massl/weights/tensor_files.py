@@ -1,6 +1,5 @@
 """Tensors in .safetensors files that carry a digest: written whole or not at all, checked when they are read."""
 
-import mmap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import safetensors.torch
 from safetensors import safe_open
 from torch import Tensor
 
-from massl.digests import DIGEST_TO_COME, check_digest, seal_safetensors
+from massl.digests import DIGEST_TO_COME, check_digest, seal_safetensors, seal_safetensors_file
 from massl.files import make_folder, replacing
 
 
@@ -24,8 +23,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     make_folder(path.parent)
     with replacing(path) as partial:
         safetensors.torch.save_file(dict(tensors), partial, {**(metadata or {}), **DIGEST_TO_COME})
-        with partial.open("r+b") as file, mmap.mmap(file.fileno(), 0) as content:
-            seal_safetensors(content)
+        seal_safetensors_file(partial)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
