@@ -130,7 +130,7 @@ _READERS: tuple[tuple[str, Callable[[Path], object]], ...] = (
 )
 
 
-@fault_class("hostile pickles", mib=600, quick=90, more=1000)
+@fault_class("hostile pickles", mib=600, quick=90, more=510)
 def hostile_pickles(case: Case) -> None:
     canary = case.folder / "canary"
     calls = _calls(canary)

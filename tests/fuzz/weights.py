@@ -180,7 +180,7 @@ def _read(path: Path) -> list[dict[str, torch.Tensor]]:
     return accepted
 
 
-@fault_class("weights files with changed bytes", mib=600, quick=90, more=600)
+@fault_class("weights files with changed bytes", mib=600, quick=60, more=400)
 def changed_bytes(case: Case) -> None:
     suffix, content = case.pick(_files())
     path = case.folder / f"x.{suffix}"
@@ -193,7 +193,7 @@ def changed_bytes(case: Case) -> None:
             raise Wrong("other weights were loaded than were written")
 
 
-@fault_class("weights files with odd headers", mib=600, quick=60, more=600)
+@fault_class("weights files with odd headers", mib=600, quick=60, more=300)
 def odd_headers(case: Case) -> None:
     """Names, types, shapes and places of tensors that do not belong together."""
     _, metadata, _ = _original()
@@ -232,7 +232,7 @@ def odd_headers(case: Case) -> None:
     _read(path)
 
 
-@fault_class("weights files with hostile metadata", mib=600, quick=120, more=1000)
+@fault_class("weights files with hostile metadata", mib=600, quick=80, more=400)
 def hostile_metadata(case: Case) -> None:
     _, metadata, _ = _original()
     arguments: Any = {**json.loads(metadata["timm"]), **_hostile_options(case)}
@@ -248,7 +248,7 @@ def hostile_metadata(case: Case) -> None:
             raise Wrong("other weights were loaded than are in the file")
 
 
-@fault_class("recipes with a hostile backbone", mib=600, quick=120, more=1000)
+@fault_class("recipes with a hostile backbone", mib=600, quick=80, more=400)
 def hostile_recipe(case: Case) -> None:
     options = {**_SETTINGS.timm_options, **_hostile_options(case)}
     section: dict[str, Any] = {**_SETTINGS.model_dump(), "timm_options": options}
