@@ -18,6 +18,8 @@ from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.order import EpochOrder
 from massl.data.sources import open_source
 from massl.data.views import ViewBatch, ViewSettings, make_views
+from massl.evaluations.feature_cache import read_rows as read_rows
+from massl.evaluations.feature_cache import write_rows as write_rows
 from massl.evaluations.named_features import read_feature
 from massl.methods import METHODS, build_method
 from massl.methods.base import MethodSettings
@@ -32,12 +34,15 @@ from massl.ops.scoring.kmeans import spherical_kmeans
 from massl.ops.scoring.linear_heads import matrix_products, new_heads, sgd_step_
 from massl.ops.scoring.neighbours import cosine_topk
 from massl.training import optimizers
+from massl.training.checkpoint import CheckpointStore, load_checkpoint
 from massl.training.environment import describe_environment
 from massl.training.optimizers import OptimizerSettings
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
 from massl.training.settings import TrainerSettings
 from massl.training.trainer import Trainer
+from massl.weights.tensor_files import read_tensors as read_tensors
+from massl.weights.tensor_files import write_tensors as write_tensors
 
 METHOD_NAMES = tuple(METHODS)
 KERNELS = ("fused", "compiled", "plain")  # trainer.kernels
@@ -325,3 +330,17 @@ def update_by(name: Literal["kernels", "torch"]) -> Iterator[None]:
         yield
     finally:
         ema.fits_update_kernels = optimizers.fits_update_kernels = before
+
+
+def untrained_weights(model: str) -> dict[str, Tensor]:
+    """The weights of a timm model under its own keys."""
+    return dict(build_backbone(BackboneSettings(name=model), seed=_SEED).model.state_dict())
+
+
+def save_checkpoint(state: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint into the folder of `path`, under the name of its step."""
+    CheckpointStore(path.parent, keep_last=1).save(state["step"], state, milestone_every=0)
+
+
+def load_checkpoint_file(path: Path) -> dict[str, Any]:
+    return load_checkpoint(path)

@@ -17,7 +17,20 @@ from massl.ops.memory_attention import memory_loss_reference
 
 pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-PROGRAMS = ("features", "kmeans", "knn", "loading", "loss", "peers", "probe", "shapes", "step", "update", "views")
+PROGRAMS = (
+    "features",
+    "files",
+    "kmeans",
+    "knn",
+    "loading",
+    "loss",
+    "peers",
+    "probe",
+    "shapes",
+    "step",
+    "update",
+    "views",
+)
 REQUIRED = {"case", "images_per_second", "peak_gib", "milliseconds"}
 TINY_TRAINING = ["--model", "vit_tiny_patch16_224", "--views", "2x32+2x16", "--rows", "64", "--block", "16"]
 TINY_TRAINING += ["--kernels", "plain", "--warmup", "1", "--timed", "2"]
@@ -84,6 +97,16 @@ def test_published_formulation_is_the_loss_that_massl_computes(programs: dict[st
     published = programs["loss"].published_loss(student, teacher, memory.T, block_size=24)
     temperatures = {"student_temperature": ours.STUDENT_TEMPERATURE, "teacher_temperature": ours.TEACHER_TEMPERATURE}
     torch.testing.assert_close(published, memory_loss_reference(student, teacher, memory[None], **temperatures))
+
+
+def test_files_are_written_and_read_both_ways(
+    programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs["files"].main(["--model", "vit_tiny_patch16_224", "--rows", "8", "--repetitions", "1"])
+    cases = printed_cases(capsys)
+    kinds = ("checkpoint", "backbone", "features")
+    assert [case["case"] for case in cases] == [f"{verb} {kind}" for kind in kinds for verb in ("write", "read")]
+    assert all(case["ratio"] > 0 for case in cases)
 
 
 def test_knn_checks_what_it_measures(programs: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
