@@ -131,7 +131,10 @@ def cpu_caution(recipe: PretrainRecipe, num_images: int, *, seconds_per_step: fl
 def summarise(result: FitResult, trainer: Trainer, probe: Probe | None, console: Console) -> None:
     """Print the last lines of a run: what it reached, what that means, and where it is kept."""
     folder = trainer.folder
-    raw_pixels = probe.raw_pixel_knn() if probe is not None and result.finished else None  # all ranks take part
+    raw_pixels = None
+    if probe is not None and result.finished:
+        with working(console, "measuring what raw pixels reach"):
+            raw_pixels = probe.raw_pixel_knn()  # all ranks take part
     if not distributed.is_main():
         return
     if not result.finished:
