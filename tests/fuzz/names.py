@@ -178,7 +178,7 @@ def _write_run(parent: Path, name: Any) -> Path:
     recipe = _recipe()
     changed = {"data": {"source": name()}, "probes": {"queries": name(), "database": name()}}
     recipe |= {section: recipe[section] | values for section, values in changed.items()}
-    (folder / "recipe.yaml").write_text(json.dumps(recipe).replace("\\ud800", "?"))  # JSON is YAML
+    (folder / "recipe.yaml").write_text(json.dumps(recipe, ensure_ascii=False).replace("\ud800", "?"))  # JSON is YAML
     environment = {
         "device": name(),
         "world_size": 1,
