@@ -153,14 +153,21 @@ def _embeddings(extractor: Extractor, source: ImageSource) -> Embeddings:
 
 
 def _write_npz(path: Path, rows: Embeddings, about: dict[str, str]) -> None:
-    arrays = {"features": rows.features, "labels": rows.labels, "keys": np.array(rows.keys)}
     with path.open("wb") as file:
-        np.savez(file, **arrays, classes=np.array(rows.classes, dtype=np.str_), about=np.array(json.dumps(about)))
+        np.savez(
+            file,
+            features=rows.features,
+            labels=rows.labels,
+            keys=np.array(rows.keys),
+            classes=np.array(rows.classes, dtype=np.str_),
+            about=np.array(json.dumps(about)),
+        )
 
 
 def _write_safetensors(path: Path, rows: Embeddings, about: dict[str, str]) -> None:
     keys, classes = (np.frombuffer("\n".join(lines).encode(), dtype=np.uint8) for lines in (rows.keys, rows.classes))
-    tensors = {"features": rows.features, "labels": rows.labels, "keys_utf8_lines": keys, "classes_utf8_lines": classes}
+    tensors: dict[str, NDArray[Any]] = {"features": rows.features, "labels": rows.labels}
+    tensors |= {"keys_utf8_lines": keys, "classes_utf8_lines": classes}
     safetensors.numpy.save_file(tensors, path, metadata={**about, **DIGEST_TO_COME})
     seal_safetensors_file(path)
 
