@@ -115,13 +115,13 @@ def replay(num_parts: int) -> Replay:
     def recorded_blocks(memory: MemoryBank, block_size: int, key: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return memory.rows[GOLDEN[f"step{key[1]}/permutation"]].reshape(-1, block_size, memory.rows.shape[1])
 
-    def clip(parameters: Any, max_norm: float) -> None:
+    def clip(parameters: Any, max_norm: float, norms: Tensor) -> None:
         before = {
             names[parameter]: parameter.grad.clone()
             for parameter in method.student.parameters()
             if parameter.grad is not None
         }
-        clip_each_gradient(parameters, max_norm)
+        clip_each_gradient(parameters, max_norm, norms)
         record.gradients.append(before)
         after: dict[str, nn.Parameter] = {name: parameter for parameter, name in names.items()}
         record.clipped.append([name for name in before if not torch.equal(after[name].grad, before[name])])  # type: ignore[arg-type]

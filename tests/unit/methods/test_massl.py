@@ -296,7 +296,10 @@ def test_a_healthy_run_shows_no_sign_of_collapse_and_each_kind_of_collapse_is_na
     healthy = {"loss": 1.5, "teacher_entropy": 1.0, "embedding_spread": 0.9}
     assert method.collapse_signs(healthy) == []
     for change, message in [
-        ({"loss": 0.999 * math.log(8)}, "random guessing over a block (ln 8 = 2.079)"),
+        (
+            {"loss": 0.999 * math.log(8), "teacher_entropy": 0.96 * math.log(8)},
+            "random guessing over a block (ln 8 = 2.079)",
+        ),
         ({"teacher_entropy": 0.01}, "all weight on one memory row"),
         ({"embedding_spread": 0.001}, "nearly the same vector"),
     ]:
