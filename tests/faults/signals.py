@@ -68,6 +68,29 @@ def signal_stuck_run(case: Case) -> None:
     _continue(case, command, run, reference)
 
 
+@fault_class("Ctrl-C in other commands", kind="processes", quick=3, more=12)
+def interrupt_command(case: Case) -> None:
+    run, output = kill_reference(), case.folder / "output"
+    photos = run.parent / "photos"
+    knn: list[str | Path] = ["--protocol", "knn", "--train", "demo:train", "--test", "demo:test"]
+    commands: tuple[list[str | Path], ...] = (
+        ["embed", run, "--data", photos, "--output", output / "features.npz"],
+        ["evaluate", run, *knn, "--output", output],
+        ["report", run, "--output", output / "report.html", "--device", "cpu"],
+        ["visualize", run, "attention", "--data", photos, "--output", output],
+        ["compare", "--runs", run, "--output", output],
+        ["ablate", "block-size", "--recipe", run.parent / "recipe.yaml", "--data", "demo:train", "--output", output],
+    )
+    output.mkdir()
+    process = server().start(*case.pick(commands))
+    time.sleep(float(case.random.uniform(0, 1.0)))
+    process.kill(signal.SIGINT)
+    answer = process.wait(seconds=_STOP_SECONDS)
+    _require_clean_end(answer, signal.SIGINT)
+    if left := [*output.rglob("*.partial")]:
+        raise Wrong(f"half a file was left: {left}")
+
+
 def _require_clean_end(answer: Answer, number: int) -> None:
     # 0: it was done before the signal; minus the number: nothing was trained yet, or a second signal came
     if answer.status not in (0, 128 + number, -number):
