@@ -58,7 +58,7 @@ def _files() -> list[tuple[str, bytes]]:
     return found
 
 
-@fault_class("images with changed bytes", mib=600, quick=120, more=2000)
+@fault_class("images with changed bytes", mib=200, quick=120, more=2000)
 def changed_image(case: Case) -> None:
     """The reader gives an image of the right shape, or counts the file as unreadable; both decoders agree."""
     suffix, whole = case.pick(_files())
