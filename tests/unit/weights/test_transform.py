@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,3 +50,12 @@ def test_transparent_parts_are_white() -> None:
 def test_what_is_no_image_is_refused(image: object) -> None:
     with pytest.raises(MasslError):
         TRANSFORM(image)  # type: ignore[arg-type]
+
+
+def test_a_stated_range_scales_images_of_more_than_8_bits(tmp_path: Path) -> None:
+    values = (np.arange(32 * 32).reshape(32, 32) * 4).astype(np.uint16)  # to 4092
+    Image.fromarray(values).save(tmp_path / "deep.png")
+    Image.fromarray(np.rint(values * (255 / 4095)).astype(np.uint8)).save(tmp_path / "plain.png")
+    stated = replace(TRANSFORM, pixel_range=(0, 4095))
+    assert torch.equal(stated(tmp_path / "deep.png"), TRANSFORM(tmp_path / "plain.png"))
+    assert not torch.equal(stated(tmp_path / "deep.png"), TRANSFORM(tmp_path / "deep.png"))
