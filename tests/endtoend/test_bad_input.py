@@ -146,8 +146,8 @@ def test_recipe_file_with_unknown_key_or_wrong_value_is_refused(massl_here: Any,
     _assert_refused(massl_here("pretrain", "--recipe", wrong, "--output", tmp_path / "run"), str(wrong), "YAML")
 
 
-def test_no_recipe_is_answered_with_the_shipped_ones(massl_here: Any, tmp_path: Path) -> None:
-    _assert_refused(massl_here("pretrain", "--output", tmp_path / "run"), "--recipe", "massl-vits16")
+def test_no_recipe_is_answered_with_the_command_that_lists_them(massl_here: Any, tmp_path: Path) -> None:
+    _assert_refused(massl_here("pretrain", "--output", tmp_path / "run"), "--recipe", "massl recipes")
 
 
 def test_unknown_option_gets_a_suggestion(pretrain: Any, tmp_path: Path) -> None:
