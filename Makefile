@@ -18,9 +18,9 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # The oldest declared versions, and what is most likely to notice: whatever uses timm, safetensors, Pillow, YAML or torch.
 MIN_VENV := .venv-min
 MIN_STAMP := $(MIN_VENV)/.installed
-MIN_TESTS := tests/unit/weights tests/unit/nn tests/unit/methods tests/unit/data/sources tests/unit/data/loading \
-	tests/unit/training/test_checkpoint.py tests/unit/training/test_trainer.py tests/unit/test_config.py \
-	tests/unit/test_cli.py tests/unit/reports/test_tables.py
+MIN_TESTS := tests/unit/weights tests/unit/nn tests/unit/data/sources tests/unit/commands/test_arguments.py \
+	tests/unit/training/test_checkpoint.py tests/unit/test_config.py tests/unit/test_cli.py \
+	tests/unit/ops/scoring tests/unit/reports/test_tables.py
 
 .PHONY: demo test test-quick test-slow test-gpu test-minimum audit reliability lint format clean-demo docs
 
@@ -71,7 +71,8 @@ reliability: $(STAMP)
 
 # Warnings are no errors here: old packages warn about newer ones.
 test-minimum: $(MIN_STAMP)
-	$(MIN_VENV)/bin/python -m pytest -n auto --dist loadfile -W default -p no:cacheprovider -m "not slow and not gpu and not kernel" $(MIN_TESTS)
+	$(MIN_VENV)/bin/python -m pytest -n auto --dist loadfile -W default -p no:cacheprovider \
+		-m "not slow and not gpu and not kernel" $(MIN_TESTS)
 
 audit: $(STAMP)
 	$(BIN)/python scripts/audit_dependencies.py
