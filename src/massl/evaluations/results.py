@@ -18,6 +18,7 @@ from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 
 from massl.config import explain
 from massl.evaluations.measurement import EvaluationError, Setting
+from massl.files import make_folder
 from massl.json_lines import JsonLine, in_words, parse_json_lines, set_aside
 
 RESULTS_FILE = "results.jsonl"
@@ -82,7 +83,7 @@ def append_rows(path: Path, rows: Sequence[ResultRow]) -> None:
         return
     added = "".join(json.dumps({**vars(row), "setting": str(row.setting)}) + "\n" for row in rows).encode()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # two evaluations may share a file; released on close
             end = _mend(file, path)

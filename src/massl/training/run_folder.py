@@ -13,7 +13,7 @@ from typing import Any
 from massl.config import MasslError, RecipeError, Settings, flatten, read_yaml, to_yaml, validate
 from massl.data.identity import DataIdentity
 from massl.data.sources.rules import PixelRanges
-from massl.files import is_leftover, write_atomically
+from massl.files import is_leftover, make_folder, write_atomically
 from massl.training.checkpoint import CheckpointStore
 from massl.training.data_record import DataRecord
 from massl.training.ranks import stop_together
@@ -144,7 +144,7 @@ class RunFolder:
     def _locked(self) -> Iterator[None]:
         taken = RunFolderError(f"another process is training in {self.path}; wait for it or choose another --output")
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path)
             lock = (self.path / _LOCK).open("w")
         except OSError as error:
             raise RunFolderError(f"cannot write to {self.path}: {error}") from error
