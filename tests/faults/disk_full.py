@@ -166,7 +166,7 @@ _KINDS = {
 }
 
 
-@fault_class("disk full within a file", quick=36, more=300)
+@fault_class("disk full within a file", quick=24, more=300)
 def full_within_a_file(case: Case) -> None:
     """What was there stays, the error is clear, and when there is room again the same call succeeds."""
     name = case.pick(list(_KINDS))

@@ -27,7 +27,7 @@ _CALLS = (
 _KINDS = ("half a checkpoint", "call", "outside", "event", "half a metrics line", "call", "outside", "event")
 
 
-@fault_class("kills, images read by threads", kind="processes", quick=3, more=8)
+@fault_class("kills, images read by threads", kind="processes", quick=2, more=8)
 def kill_with_threads(case: Case) -> None:
     _kill_and_continue(case, "threads")
 
