@@ -1,3 +1,4 @@
+import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -356,3 +357,10 @@ def test_a_chain_of_recipes_is_limited(tmp_path: Path) -> None:
         (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml")
     with pytest.raises(RecipeError, match=r"\.yaml: more than \d+ recipes"):
         load_recipe(tmp_path / "0.yaml")
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
+def test_a_base_that_cannot_be_a_file_is_an_unknown_recipe(tmp_path: Path, name: str) -> None:
+    (tmp_path / "r.yaml").write_text(json.dumps({"base": name}))
+    with pytest.raises(RecipeError, match=r"r\.yaml: base"):
+        load_recipe(tmp_path / "r.yaml")

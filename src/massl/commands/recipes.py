@@ -64,7 +64,11 @@ def recipe_path(name: str, *, folder: Path = Path()) -> Path:
     """The file of a shipped recipe, or the file of this name, relative to `folder`."""
     shipped = shipped_recipes()
     path = shipped.get(name) or folder / Path(name).expanduser()
-    if not path.is_file():
+    try:
+        is_file = path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or holds a zero byte
+        is_file = False
+    if not is_file:
         suggestion = f"{closest(name, shipped)} `massl recipes` lists the shipped ones"
         raise RecipeError(f"no recipe {name!r}: neither shipped nor a file.{suggestion}")
     return path

@@ -9,7 +9,7 @@ from massl.config import closest
 from massl.data.sources.array import open_npz
 from massl.data.sources.base import DataError, EncodedImage, ImageFiles, ImageSource
 from massl.data.sources.demo import open_demo
-from massl.data.sources.folder import FolderSource, OnListing, open_folder
+from massl.data.sources.folder import FolderSource, OnListing, open_folder, require_possible
 from massl.data.sources.joined import JoinedSource, open_joined
 from massl.data.sources.rules import DEFAULT_RULES, ReadRules
 from massl.data.sources.torchvision_set import open_torchvision
@@ -65,6 +65,7 @@ def _open_path(path: str | Path, on_listing: OnListing, as_before: bool, rules: 
     if not name:
         raise DataError("no images; set --data to a folder, a .npz archive, demo:train or torchvision:NAME")
     expanded = Path(path).expanduser()
+    require_possible(expanded)
     if expanded.suffix == ".npz":
         return open_npz(expanded, name=name)
     return FolderSource(expanded, name=name, on_listing=on_listing, as_before=as_before, rules=rules)

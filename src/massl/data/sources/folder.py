@@ -164,6 +164,14 @@ def _other_folders(root: Path, with_images: set[str]) -> tuple[str, ...]:
     return tuple(sorted(folders - with_images))
 
 
+def require_possible(path: Path) -> None:
+    """Raise for a path that the system cannot even look up: too long, or behind a folder without permission."""
+    try:
+        path.exists()
+    except OSError as error:
+        raise DataError(f"{str(path)[:200]} cannot be opened: {error.strerror}; check --data") from None
+
+
 def open_folder(
     location: str,
     *,
@@ -174,6 +182,7 @@ def open_folder(
 ) -> FolderSource:
     """`folder:PATH?labels=none|folders&orientation=exif|stored`; defaults: by the layout, and exif."""
     path, parameters = split_query(location)
+    require_possible(Path(path).expanduser())
     known = ("labels", "orientation")
     for parameter in parameters.keys() - set(known):
         raise DataError(

@@ -41,3 +41,9 @@ def test_an_empty_uri_says_which_setting_to_give() -> None:
 def test_parameters_follow_the_last_question_mark() -> None:
     assert split_query("a?b/c?labels=none&x=1=2") == ("a?b/c", {"labels": "none", "x": "1=2"})
     assert split_query("plain") == ("plain", {})
+
+
+@pytest.mark.parametrize("uri", ["a" * 5000, "folder:" + "a" * 300, "b" * 300 + ".npz"])
+def test_a_name_too_long_for_the_system_is_an_error_of_ours(uri: str) -> None:
+    with pytest.raises(DataError, match="too long"):
+        open_source(uri)
