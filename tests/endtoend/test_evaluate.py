@@ -300,12 +300,15 @@ def test_features_are_kept_where_asked_and_shared(
     _assert_measured(evaluate("knn", "--cache", shared, "--again", "True"))
     kept = {path: path.stat().st_mtime_ns for path in shared.rglob("*.safetensors")}
     assert len(kept) == 2
-    for path in kept:  # a second evaluation reads these: it finds one that is damaged
-        path.write_bytes(path.read_bytes()[:-4])
-    _assert_refused(evaluate("knn", "--cache", shared, "--output", tmp_path / "other"), ".safetensors")
-    for path in kept:
-        path.unlink()
-    _assert_measured(evaluate("knn", "--cache", shared, "--output", tmp_path / "other"))
+    contents = {path: path.read_bytes() for path in kept}
+    for path, content in contents.items():  # a second evaluation reads these: it finds that they are damaged
+        path.write_bytes(content[:-4])
+    answer = evaluate("knn", "--cache", shared, "--output", tmp_path / "other")
+    _assert_measured(answer)
+    assert all(f"{path} is damaged" in answer.text for path in kept)
+    assert {path: path.read_bytes() for path in kept} == contents
+    values, others = ([row["value"] for row in _rows(folder)] for folder in (output, tmp_path / "other"))
+    assert values[: len(others)] == others
     kept = {path: path.stat().st_mtime_ns for path in shared.rglob("*.safetensors")}
     _assert_measured(evaluate("logreg", "--cache", shared, "--output", tmp_path / "third"))
     assert {path: path.stat().st_mtime_ns for path in shared.rglob("*.safetensors")} == kept
