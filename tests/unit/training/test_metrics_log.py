@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from massl.json_lines import rejected_file
 from massl.training.metrics_log import TIMING_KEYS, MetricsLog, read_metrics
@@ -167,7 +168,11 @@ def test_what_is_not_finite_is_left_out_of_its_row_and_named_once(tmp_path: Path
     assert [row["step"] for row in warnings_in(tmp_path)] == [3]
 
 
-def test_tensorboard_shows_the_same_values_and_none_of_those_a_resumed_run_dropped(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_same_values_and_none_of_those_a_resumed_run_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Files of one second are read in the order of their counter as text, in which 10 comes before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     write_steps(tmp_path, 5, 10, 15)
     write_steps(tmp_path, 15, 20, resume_step=10)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
