@@ -48,6 +48,8 @@ def every_mode(case: Case) -> None:
         picture = Image.merge(
             "LAB", [Image.fromarray(np.rint(ramp * 255).astype(np.uint8)), *[Image.new("L", ramp.shape[::-1], 128)] * 2]
         )
+    if mode == "1":  # black and white dots: of a small image their mean is not the ramp's
+        ramp = np.asarray(picture.convert("L")) / 255
     options: dict[str, Any] = {"lossless": True} if file_format == "WEBP" else {}
     buffer = io.BytesIO()
     picture.save(buffer, file_format, **options)
@@ -58,7 +60,7 @@ def every_mode(case: Case) -> None:
     source = open_source(case.folder / "photos")
     if settle_ranges(source):
         raise Wrong("an image of 8 bits was taken for a deeper one")
-    _compare(source, ramp, allowed=0.12 if mode in ("1", "LAB") else 0.03)
+    _compare(source, ramp, allowed=0.12 if mode == "LAB" else 0.03)
 
 
 @fault_class("images of more than 8 bits")
