@@ -102,7 +102,8 @@ class MaSSL(Method):
 
     def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
         move_towards(self.teacher, self.student, momentum=hyper.momentum)
-        self.memory.enqueue(distributed.gather_rows(output.carry["memory_rows"]))
+        rows = distributed.gather_rows(output.carry["memory_rows"])
+        self.memory.enqueue(rows, applies=output.is_finite)
 
     def backbone_to_evaluate(self) -> Backbone:
         return self.teacher.backbone

@@ -102,7 +102,8 @@ class NNCLR(Method):
         return StepOutput(loss=loss, metrics=metrics, carry={"memory_rows": unit[_ENQUEUED_VIEW]})
 
     def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
-        self.memory.enqueue(distributed.gather_rows(output.carry["memory_rows"]))
+        rows = distributed.gather_rows(output.carry["memory_rows"])
+        self.memory.enqueue(rows, applies=output.is_finite)
 
     def backbone_to_evaluate(self) -> Backbone:
         return self.student.backbone

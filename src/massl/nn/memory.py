@@ -56,16 +56,23 @@ class MemoryBank(nn.Module):
         return self.rows.shape[0]
 
     @torch.no_grad()
-    def enqueue(self, rows: Tensor) -> None:  # [n, dim], any n
-        """Overwrite the oldest rows, wrapping around. Of more rows than the memory holds, the last ones are kept."""
+    def enqueue(self, rows: Tensor, *, applies: Tensor | None = None) -> None:  # [n, dim], any n; [] bool
+        """Overwrite the oldest rows, wrapping around. Of more rows than the memory holds, the last ones are kept.
+
+        `applies` is read on the device: if it is False, nothing changes.
+        """
         if rows.dim() != 2 or rows.shape[1] != self.rows.shape[1]:
             raise ValueError(f"this memory takes rows [n, {self.rows.shape[1]}]; got {list(rows.shape)}")
         num_new = rows.shape[0]
         kept = rows[-self.num_rows :].to(self.rows.dtype)
         # on the device, without reading the cursor back to the host
         offsets = torch.arange(kept.shape[0], device=self.rows.device)
-        self.rows.index_copy_(0, (self.cursor + (num_new - kept.shape[0]) + offsets) % self.num_rows, kept)
-        self.cursor.copy_((self.cursor + num_new) % self.num_rows)
+        places = (self.cursor + (num_new - kept.shape[0]) + offsets) % self.num_rows
+        cursor = (self.cursor + num_new) % self.num_rows
+        if applies is not None:
+            kept, cursor = torch.where(applies, kept, self.rows[places]), torch.where(applies, cursor, self.cursor)
+        self.rows.index_copy_(0, places, kept)
+        self.cursor.copy_(cursor)
 
     def random_blocks(
         self, block_size: int, key: keyed_random.Key, dtype: torch.dtype = torch.float32

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from massl.methods.base import Method, StepHyper
+from massl.nn.memory import MemoryBank
 from massl.ops.kernel_fit import fits_update_kernels
 from massl.training.optimizers import DecayedAdamW, DecayedSGD
 
@@ -29,8 +30,8 @@ class StepGuard:
     def begin(self) -> None:
         """Copy the buffers: a forward pass changes the running averages of batch norm, `after_step` the others."""
         if self._buffers is None:
-            changed = self._method.buffers() if self.on_device else _batch_norm_buffers(self._method)
-            self._buffers = _Copies(list(changed))
+            changed = _buffers_to_copy(self._method) if self.on_device else _batch_norm_buffers(self._method)
+            self._buffers = _Copies(changed)
         self._buffers.take()
 
     def protect(self, hyper: StepHyper, is_finite: Tensor) -> StepHyper:
@@ -91,6 +92,12 @@ class _Copies:
             restore_unless_(unless, *zip(*self._in_words, strict=True))
         for tensor, copy in self._others:
             tensor.copy_(torch.where(unless, tensor, copy))
+
+
+def _buffers_to_copy(method: Method) -> list[Tensor]:
+    """All but the memory's: it may hold gigabytes, and `enqueue` itself leaves out a bad batch."""
+    modules = (module for module in method.modules() if not isinstance(module, MemoryBank))
+    return [buffer for module in modules for buffer in module.buffers(recurse=False)]
 
 
 def _batch_norm_buffers(method: Method) -> list[Tensor]:
