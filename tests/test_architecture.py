@@ -27,7 +27,7 @@ LAYERS = [
 SUB_LAYERS = {
     "ops": [{"*", "scoring"}, {"kernels"}],
     "nn": [{"drop_path", "positions"}, {"transformer"}, {"*"}],
-    "data": [{"sources"}, {"*"}, {"loading", "evaluation"}],
+    "data": [{"keys"}, {"sources"}, {"*"}, {"loading", "evaluation"}],
     "evaluations": [{"*"}, {"protocols"}],
     "reports": [{"published"}, {"*"}, {"comparison", "ablation", "pictures"}, {"page"}],
     "reports.page": [{"*"}, {"sections"}, {"assembly"}],

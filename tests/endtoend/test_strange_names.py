@@ -15,7 +15,7 @@ from PIL import Image
 import massl
 from massl.commands.recipe import load_recipe
 from massl.config import to_yaml
-from massl.data.sources.keys import original_key
+from massl.data.keys import original_key
 from tests.reliability.world import TINY_RECIPE, tiny_images
 
 CLASSES = (b"cl\nass", b"\xff\xfe", b"tab\t, 'quote' \"two\"", b"\x1b[2J plain")

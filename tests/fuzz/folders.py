@@ -10,9 +10,9 @@ import safetensors.numpy
 from massl.commands.embed import WRITERS, Embeddings
 from massl.config import MasslError
 from massl.data.identity import describe_change, identify
+from massl.data.keys import original_key, stored_key
 from massl.data.sources import open_source
 from massl.data.sources.folder import FolderSource
-from massl.data.sources.keys import original_key, stored_key
 from massl.data.sources.listing import MAX_VISITS, files_below
 from tests.reliability.frame import Case, Lost, Wrong, fault_class
 

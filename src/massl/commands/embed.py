@@ -18,11 +18,11 @@ from massl.commands.console import print_line, require_writable
 from massl.commands.images import UnreadableLeftOut, open_images
 from massl.commands.model import ModelSettings, model_on_device
 from massl.config import MasslError, merge, validate
+from massl.data.keys import stored_key
 from massl.data.loading.given_images import GivenImage, given_source
 from massl.data.loading.range_sample import settle_ranges
 from massl.data.sources import ImageSource
 from massl.data.sources.base import Pixels
-from massl.data.sources.keys import stored_key
 from massl.digests import DIGEST_TO_COME, seal_safetensors_file
 from massl.evaluations.features import Extractor
 from massl.files import replacing

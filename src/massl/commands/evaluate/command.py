@@ -17,8 +17,8 @@ from massl.commands.images import UnreadableLeftOut
 from massl.commands.model import model_on_device
 from massl.config import MasslError, changed, merge, validate
 from massl.data.evaluation.views import PUBLISHED_CROP_RATIO
+from massl.data.keys import stored_key
 from massl.data.sources import ImageSource
-from massl.data.sources.keys import stored_key
 from massl.evaluations.base import EvaluationData
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import EvaluationError, Measurement

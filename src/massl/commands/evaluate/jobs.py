@@ -9,9 +9,9 @@ from pathlib import Path
 from massl.commands.evaluate.settings import EvaluationRequest
 from massl.commands.images import open_images
 from massl.config import Settings, fingerprint, merge, validate
+from massl.data.keys import stored_key
 from massl.data.sources import ImageSource, open_source
 from massl.data.sources.file_stamps import digest_of_files
-from massl.data.sources.keys import stored_key
 from massl.data.sources.listing import files_below
 from massl.evaluations.base import EvaluationData
 from massl.evaluations.datasets import look_up, missing_data, open_data

@@ -7,12 +7,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from massl import keyed_random
+from massl.data.keys import stored_key
 from massl.data.loading import read_watch
 from massl.data.loading.cache import ImageCache
 from massl.data.loading.decode import UnreadableImage, as_tensor, decode
 from massl.data.loading.gpu_decode import JpegDecoder, decode_or_none, suits_gpu
 from massl.data.sources.base import DataError, ImageSource
-from massl.data.sources.keys import stored_key
 
 _UNLABELLED = -1
 MAX_UNREADABLE_SHARE = 0.05

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from massl.data.keys import stored_key
 from massl.data.sources.base import Contents, DataError, EncodedImage, ImageSource, Pixels
-from massl.data.sources.keys import stored_key
 
 
 class SubsetSource:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from massl.data.sources.keys import original_key, printable, stored_key
+from massl.data.keys import original_key, printable, stored_key
 
 
 @pytest.mark.parametrize(
