@@ -1,5 +1,6 @@
 """The interface of a pre-training method: a loss, a state change after each step, and a backbone to evaluate."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +11,14 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from massl import keyed_random
-from massl.config import Settings
+from massl.config import RecipeError, Settings
 from massl.data.views import ViewBatch, ViewSettings
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.encoder import Encoder
+from massl.nn.held_temperature import HeldTemperature
+
+# The metric that a held temperature follows: the mean entropy in nats of the teacher's softmaxes over a batch.
+BATCH_ENTROPY = "batch_teacher_entropy"
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
@@ -38,10 +43,29 @@ class TeacherSettings(EMASettings):
     temperature_start: float = Field(default=0.04, gt=0.0, description="teacher temperature at the first step")
     temperature: float = Field(default=0.07, gt=0.0, description="teacher temperature after its warm-up")
     temperature_warmup_epochs: float = Field(default=30.0, ge=0.0, description="epochs over which it rises linearly")
+    entropy: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="mean entropy in nats at which the teacher's softmax is held: its temperature starts at "
+        "temperature_start and adapts after each step; the schedule of temperatures is then not used",
+    )
 
     def ramps(self) -> dict[str, Ramp]:
+        if self.entropy is not None:
+            return super().ramps()
         warm_up = Ramp(start=self.temperature_start, end=self.temperature, epochs=self.temperature_warmup_epochs)
         return super().ramps() | {"teacher_temperature": warm_up}
+
+    def held_temperature(self, num_choices: int) -> HeldTemperature | None:  # num_choices: entries of the softmax
+        """The temperature that holds the entropy; None if a schedule sets it."""
+        if self.entropy is None:
+            return None
+        if self.entropy >= (most := math.log(num_choices)):
+            raise RecipeError(
+                f"method.teacher.entropy = {self.entropy} cannot be reached: a softmax over {num_choices:,} entries "
+                f"has at most {most:.2f} nats; about a quarter of that is usual"
+            )
+        return HeldTemperature(start=self.temperature_start, entropy=self.entropy)
 
 
 class MethodSettings(Settings):
@@ -211,6 +235,11 @@ def student_and_teacher(
 def autocast_dtype(device_type: str, otherwise: torch.dtype = torch.float32) -> torch.dtype:
     """The type of matrix products: autocast's if it is on."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else otherwise
+
+
+def teacher_temperature(held: HeldTemperature | None, hyper: StepHyper) -> float | Tensor:
+    """The held temperature, if there is one, else that of the schedule."""
+    return hyper.teacher_temperature if held is None else held()
 
 
 def seeded(seed: int, purpose: str, build: Callable[[], ModuleType]) -> ModuleType:

@@ -31,10 +31,10 @@ class DINO(SelfDistillation):
         with torch.no_grad():
             teacher = self.teacher([views.global_views])
         pairs = cross_view_weights(len(student), len(teacher), device=student.device)
-        loss = self.imitation_loss(student, teacher, self.centre, hyper, pair_weights=pairs)
-        return StepOutput(loss=loss, metrics={}, carry={"teacher_embeddings": teacher.mean(dim=0)})
+        loss, metrics = self.imitation_loss(student, teacher, self.centre, hyper, pair_weights=pairs)
+        return StepOutput(loss=loss, metrics=metrics, carry={"teacher_embeddings": teacher.mean(dim=0)})
 
     def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
         # The centre first: the embeddings it follows belong to the prototypes before the update.
         self.centre.follow(output.carry["teacher_embeddings"], self.teacher_prototypes())
-        self.move_teacher(hyper)
+        self.move_teacher(output, hyper)

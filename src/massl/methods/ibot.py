@@ -73,8 +73,8 @@ class IBOT(SelfDistillation):
         student, student_patches = self._student(views, hyper, masks, rows)
         teacher, teacher_patches = self._teacher(views)
         pairs = cross_view_weights(len(student), len(teacher), device=student.device)
-        class_loss = self.imitation_loss(student, teacher, self.centre, hyper, pair_weights=pairs)
-        patch_loss = self.imitation_loss(
+        class_loss, held = self.imitation_loss(student, teacher, self.centre, hyper, pair_weights=pairs)
+        patch_loss, _ = self.imitation_loss(
             student_patches[None],
             teacher_patches.flatten(0, 2).index_select(0, rows)[None],
             self.patch_centre,
@@ -84,7 +84,7 @@ class IBOT(SelfDistillation):
         )
         return StepOutput(
             loss=class_loss + patch_loss,
-            metrics={"class_loss": class_loss.detach(), "patch_loss": patch_loss.detach()},
+            metrics={"class_loss": class_loss.detach(), "patch_loss": patch_loss.detach(), **held},
             carry={"teacher_embeddings": teacher.mean(dim=0), "teacher_patches": teacher_patches.mean(dim=(0, 2))},
         )
 
@@ -93,7 +93,7 @@ class IBOT(SelfDistillation):
         prototypes = self.teacher_prototypes()
         self.centre.follow(output.carry["teacher_embeddings"], prototypes)
         self.patch_centre.follow(output.carry["teacher_patches"], prototypes)
-        self.move_teacher(hyper)
+        self.move_teacher(output, hyper)
 
     def _masks(self, views: ViewBatch, hyper: StepHyper) -> Tensor:  # -> [G * B, N] bool
         masks = block_masks(

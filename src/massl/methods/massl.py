@@ -12,7 +12,7 @@ Only the random blocks prevent collapse: there is no centring, no prototype and 
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -22,6 +22,7 @@ from massl import distributed
 from massl.config import RecipeError
 from massl.data.views import ViewBatch
 from massl.methods.base import (
+    BATCH_ENTROPY,
     Method,
     MethodSettings,
     Ramp,
@@ -33,12 +34,13 @@ from massl.methods.base import (
     caution_on_memory,
     caution_on_parts,
     student_and_teacher,
+    teacher_temperature,
 )
 from massl.nn.backbone import Backbone, BackboneSettings
 from massl.nn.ema import move_towards
 from massl.nn.heads import BatchNormHead, HeadSettings, ProjectionHead
 from massl.nn.memory import MemoryBank, MemorySettings
-from massl.ops.memory_attention import block_entropy, memory_loss
+from massl.ops.memory_attention import block_entropy, memory_loss, memory_loss_and_entropy
 from massl.ops.scoring.feature_health import embedding_spread
 
 # The teacher view stored in the memory: the second global one, with solarisation and little blur (figure 1 and the
@@ -82,6 +84,7 @@ class MaSSL(Method):
         self.min_global_views = 2 if settings.student_views == "all" else 1
         self.student, self.teacher = student_and_teacher(backbone, settings.head.build, seed=seed)
         self.memory = MemoryBank(settings.memory.num_rows, settings.head.out_dim, seed=seed)
+        self.held_temperature = settings.teacher.held_temperature(settings.memory.block_size)
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
         sees_all = self.settings.student_views == "all"
@@ -89,18 +92,22 @@ class MaSSL(Method):
         with torch.no_grad():
             teacher = self.teacher([views.global_views])
         dtype = autocast_dtype(student.device.type, otherwise=student.dtype)
-        loss = memory_loss(
-            student,
-            teacher,
-            self._blocks(hyper.step, dtype),
-            student_temperature=self.settings.student_temperature,
-            teacher_temperature=hyper.teacher_temperature,
-            shared_views=sees_all,
-            operand_dtype=dtype,
-        )
-        return StepOutput(loss=loss, metrics={}, carry={"memory_rows": teacher[min(_ENQUEUED_VIEW, len(teacher) - 1)]})
+        embeddings = (student, teacher, self._blocks(hyper.step, dtype))
+        temperature = teacher_temperature(self.held_temperature, hyper)
+        options: dict[str, Any] = {"shared_views": sees_all, "operand_dtype": dtype}
+        options |= {"student_temperature": self.settings.student_temperature, "teacher_temperature": temperature}
+        metrics: dict[str, Tensor] = {}
+        if self.held_temperature is None:
+            loss = memory_loss(*embeddings, **options)
+        else:
+            loss, entropy = memory_loss_and_entropy(*embeddings, **options)
+            metrics = {"teacher_temperature": torch.as_tensor(temperature), BATCH_ENTROPY: entropy}
+        carry = {"memory_rows": teacher[min(_ENQUEUED_VIEW, len(teacher) - 1)]}
+        return StepOutput(loss=loss, metrics=metrics, carry=carry)
 
     def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
+        if self.held_temperature is not None:
+            self.held_temperature.follow(output.metrics[BATCH_ENTROPY])
         move_towards(self.teacher, self.student, momentum=hyper.momentum)
         rows = distributed.gather_rows(output.carry["memory_rows"])
         self.memory.enqueue(rows, applies=output.is_finite)
@@ -127,9 +134,10 @@ class MaSSL(Method):
     def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:
         embeddings = self.teacher.head(features)
         blocks = self._blocks(hyper.step, torch.float32)
+        temperature = float(teacher_temperature(self.held_temperature, hyper))
         return {
             "embedding_spread": embedding_spread(embeddings),
-            "teacher_entropy": float(block_entropy(embeddings, blocks, float(hyper.teacher_temperature))),
+            "teacher_entropy": float(block_entropy(embeddings, blocks, temperature)),
             "memory_winner_share": winner_share(embeddings, blocks),
         }
 
@@ -140,10 +148,9 @@ class MaSSL(Method):
         most = math.log(self.settings.memory.block_size)
         if metrics["teacher_entropy"] <= _EVEN_TEACHER * most:
             return []
+        option = "method.teacher." + ("temperature" if self.held_temperature is None else "entropy")
         entropy = f"entropy {metrics['teacher_entropy']:.2f} of at most {most:.2f} nats"
-        return [
-            f"the teacher hardly prefers any memory row ({entropy}); lower method.teacher.temperature to sharpen it"
-        ]
+        return [f"the teacher hardly prefers any memory row ({entropy}); lower {option} to sharpen it"]
 
     def cautions(self, plan: TrainingPlan) -> list[str]:
         num_rows = self.settings.memory.num_rows

@@ -2,27 +2,31 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from massl.methods.base import (
+    BATCH_ENTROPY,
     Method,
     MethodSettings,
     Ramp,
     StepHyper,
+    StepOutput,
     TeacherSettings,
     TrainingPlan,
     autocast_dtype,
     seeded,
     student_and_teacher,
+    teacher_temperature,
 )
 from massl.nn.backbone import Backbone, BackboneSettings
 from massl.nn.ema import move_towards
 from massl.nn.heads import HeadSettings, ProjectionHead
 from massl.nn.prototypes import Centre, Prototypes, PrototypeSettings
-from massl.ops.prototype_attention import prototype_loss
+from massl.ops.prototype_attention import prototype_loss, prototype_loss_and_entropy
 from massl.ops.scoring.feature_health import embedding_spread, prototype_use
 
 
@@ -54,6 +58,7 @@ class SelfDistillation(Method):
         self.student_prototypes = self._prototypes()
         self.teacher_prototypes = self._prototypes().requires_grad_(False)
         self.centre = Centre(settings.prototypes)
+        self.held_temperature = settings.teacher.held_temperature(settings.prototypes.num_prototypes)
 
     def _prototypes(self) -> Prototypes:
         return seeded(self.seed, "prototypes", lambda: Prototypes(self.settings.head.out_dim, self.settings.prototypes))
@@ -67,23 +72,25 @@ class SelfDistillation(Method):
         *,
         pair_weights: Tensor,
         row_weights: Tensor | None = None,
-    ) -> Tensor:  # [V, N, D], [G, N, D], [V, G], [N] -> []
-        """Weighted sum of cross-entropies between the teacher's (centred, sharpened) and the student's choices."""
-        return prototype_loss(
-            student,
-            teacher,
-            self.student_prototypes(),
-            self.teacher_prototypes(),
-            centre.value,
-            student_temperature=self.settings.student_temperature,
-            teacher_temperature=hyper.teacher_temperature,
-            pair_weights=pair_weights,
-            row_weights=row_weights,
-            operand_dtype=autocast_dtype(student.device.type),
-        )
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # [V, N, D], [G, N, D], [V, G], [N] -> [], metrics
+        """Weighted sum of cross-entropies between the teacher's (centred, sharpened) and the student's choices.
 
-    def move_teacher(self, hyper: StepHyper) -> None:
-        """Move the teacher and its prototypes towards the student's."""
+        With a held temperature, its metrics too.
+        """
+        temperature = teacher_temperature(self.held_temperature, hyper)
+        tensors = (student, teacher, self.student_prototypes(), self.teacher_prototypes(), centre.value)
+        options: dict[str, Any] = {"pair_weights": pair_weights, "row_weights": row_weights}
+        options |= {"student_temperature": self.settings.student_temperature, "teacher_temperature": temperature}
+        options |= {"operand_dtype": autocast_dtype(student.device.type)}
+        if self.held_temperature is None:
+            return prototype_loss(*tensors, **options), {}
+        loss, entropy = prototype_loss_and_entropy(*tensors, **options)
+        return loss, {"teacher_temperature": torch.as_tensor(temperature), BATCH_ENTROPY: entropy}
+
+    def move_teacher(self, output: StepOutput, hyper: StepHyper) -> None:
+        """Move the teacher and its prototypes towards the student's, and a held temperature."""
+        if self.held_temperature is not None:
+            self.held_temperature.follow(output.metrics[BATCH_ENTROPY])
         move_towards(self.teacher, self.student, momentum=hyper.momentum)
         move_towards(self.teacher_prototypes, self.student_prototypes, momentum=hyper.momentum)
 
@@ -96,7 +103,7 @@ class SelfDistillation(Method):
     @torch.no_grad()
     def health(self, features: Tensor, hyper: StepHyper) -> dict[str, float]:
         embeddings = self.teacher.head(features)
-        temperature = float(hyper.teacher_temperature)
+        temperature = float(teacher_temperature(self.held_temperature, hyper))
         use = prototype_use(embeddings, self.teacher_prototypes(), self.centre.value, temperature=temperature)
         return {
             "embedding_spread": embedding_spread(embeddings),

@@ -46,14 +46,25 @@ def memory_loss(
     `operand_dtype` is the type of the attention operands (sums are float32), by default that of `student`. In bfloat16
     on a GPU the fused attention kernel is used. The teacher's temperature may be a tensor, which a CUDA graph rereads.
     """
-    _check_inputs(student, teacher, blocks, student_temperature, teacher_temperature, shared_views)
-    dtype = operand_dtype or student.dtype
-    # Autocast would also round the sums of centres: a gradient off by 0.2 %.
-    with torch.autocast(student.device.type, enabled=False):
-        loss: Tensor = _MemoryLoss.apply(
-            student, teacher, blocks, student_temperature, teacher_temperature, shared_views, dtype
-        )
-    return loss
+    temperatures = (student_temperature, teacher_temperature)
+    return _loss_and_entropy(student, teacher, blocks, *temperatures, shared_views, operand_dtype, False)[0]
+
+
+def memory_loss_and_entropy(
+    student: Tensor,
+    teacher: Tensor,
+    blocks: Tensor,
+    *,
+    student_temperature: float,
+    teacher_temperature: float | Tensor,
+    shared_views: bool = True,
+    operand_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # as memory_loss -> [], []
+    """`memory_loss`, and from the same attention the mean entropy in nats of the teacher's softmaxes, no gradient."""
+    temperatures = (student_temperature, teacher_temperature)
+    loss, entropy = _loss_and_entropy(student, teacher, blocks, *temperatures, shared_views, operand_dtype, True)
+    assert entropy is not None
+    return loss, entropy
 
 
 def memory_loss_reference(
@@ -87,6 +98,25 @@ def block_entropy(queries: Tensor, blocks: Tensor, temperature: float) -> Tensor
     return (logsumexps - (queries.float() * means).sum(dim=-1) / temperature).mean()
 
 
+def _loss_and_entropy(
+    student: Tensor,
+    teacher: Tensor,
+    blocks: Tensor,
+    student_temperature: float,
+    teacher_temperature: float | Tensor,
+    shared_views: bool,
+    operand_dtype: torch.dtype | None,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    temperatures = (student_temperature, teacher_temperature)
+    _check_inputs(student, teacher, blocks, *temperatures, shared_views)
+    dtype = operand_dtype or student.dtype
+    # Autocast would also round the sums of centres: a gradient off by 0.2 %.
+    with torch.autocast(student.device.type, enabled=False):
+        loss, entropy = _MemoryLoss.apply(student, teacher, blocks, *temperatures, shared_views, dtype, with_entropy)
+    return loss, entropy
+
+
 class _MemoryLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -98,7 +128,8 @@ class _MemoryLoss(torch.autograd.Function):
         teacher_temperature: float | Tensor,
         shared_views: bool,
         dtype: torch.dtype,
-    ) -> Tensor:
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         num_views, num_samples, dim = student.shape
         num_teacher_views = teacher.shape[0]
         # Temperatures divide the queries, so both networks share one attention call.
@@ -125,13 +156,18 @@ class _MemoryLoss(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             gradient = view_weight[:, :, None] * means.reshape(student.shape) - target
             ctx.save_for_backward((gradient / (student_temperature * num_terms)).to(student.dtype))
-        return loss
+        if not with_entropy:
+            return loss, None
+        teacher_logsumexps, similarities = all_logsumexps[num_student:], queries[num_student:] * centres
+        entropy = (teacher_logsumexps - similarities.sum(dim=-1)).mean()
+        ctx.mark_non_differentiable(entropy)
+        return loss, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, None, None, None, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor | None) -> tuple[Tensor | None, *tuple[None, ...]]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad_loss).to(gradient.dtype), None, None, None, None, None, None
+        return (gradient * grad_loss).to(gradient.dtype), None, None, None, None, None, None, None
 
 
 def _attend(queries: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:  # [R, D], [B, N_b, D] -> [R, D], [R]

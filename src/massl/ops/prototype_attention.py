@@ -55,6 +55,42 @@ def prototype_loss(
     `operand_dtype` is the type of matrix operands (sums are float32); autocast is ignored. The teacher's temperature
     may be a tensor, which a CUDA graph rereads.
     """
+    tensors = (student, teacher, student_prototypes, teacher_prototypes, centre, pair_weights, row_weights)
+    return _loss_and_entropy(*tensors, student_temperature, teacher_temperature, operand_dtype, with_entropy=False)[0]
+
+
+def prototype_loss_and_entropy(
+    student: Tensor,
+    teacher: Tensor,
+    student_prototypes: Tensor,
+    teacher_prototypes: Tensor,
+    centre: Tensor,
+    *,
+    student_temperature: float,
+    teacher_temperature: float | Tensor,
+    pair_weights: Tensor,
+    row_weights: Tensor | None = None,
+    operand_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:  # as prototype_loss -> [], []
+    """`prototype_loss`, and from the same logits the mean entropy in nats of the teacher's softmaxes, no gradient."""
+    tensors = (student, teacher, student_prototypes, teacher_prototypes, centre, pair_weights, row_weights)
+    return _loss_and_entropy(*tensors, student_temperature, teacher_temperature, operand_dtype, with_entropy=True)
+
+
+def _loss_and_entropy(
+    student: Tensor,
+    teacher: Tensor,
+    student_prototypes: Tensor,
+    teacher_prototypes: Tensor,
+    centre: Tensor,
+    pair_weights: Tensor,
+    row_weights: Tensor | None,
+    student_temperature: float,
+    teacher_temperature: float | Tensor,
+    operand_dtype: torch.dtype,
+    *,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
     _check_inputs(student, teacher, student_prototypes, teacher_prototypes, centre, pair_weights, row_weights)
     check_temperatures(student_temperature, teacher_temperature)
     if operand_dtype not in _OPERAND_DTYPES:
@@ -65,7 +101,7 @@ def prototype_loss(
         else:
             is_left_out = (row_weights == 0)[:, None]
             student, teacher = student.masked_fill(is_left_out, 0.0), teacher.masked_fill(is_left_out, 0.0)
-        loss: Tensor = _PrototypeLoss.apply(
+        loss, entropy = _PrototypeLoss.apply(
             student,
             teacher.detach(),
             student_prototypes,
@@ -76,8 +112,9 @@ def prototype_loss(
             pair_weights.float(),
             row_weights.float(),
             operand_dtype,
+            with_entropy,
         )
-    return loss
+    return loss, entropy
 
 
 def reference_prototype_loss(
@@ -142,7 +179,8 @@ class _PrototypeLoss(torch.autograd.Function):
         pair_weights: Tensor,
         row_weights: Tensor,
         dtype: torch.dtype,
-    ) -> Tensor:
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
         (num_views, num_rows, dim), num_targets = student.shape, teacher.shape[0]
         needs_student, needs_prototypes = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
         # Temperatures divide the small factor of each product, before it is rounded.
@@ -152,7 +190,7 @@ class _PrototypeLoss(torch.autograd.Function):
         prototypes, teacher_prototypes = student_prototypes.to(dtype), teacher_prototypes.to(dtype)
         view_weights = pair_weights.sum(dim=1)[:, None]  # [V, 1]: W in the text above
 
-        loss = torch.zeros((), device=student.device)
+        loss, entropy = torch.zeros((), device=student.device), torch.zeros((), device=student.device)
         student_gradient = torch.empty_like(queries) if needs_student else None
         prototype_gradient = torch.zeros_like(prototypes, dtype=torch.float32) if needs_prototypes else None
         for rows in equal_chunks(num_rows, _MAX_LOGITS // ((num_views + num_targets) * len(prototypes))):
@@ -162,6 +200,9 @@ class _PrototypeLoss(torch.autograd.Function):
                 operand, teacher_queries[:, rows], prototypes, teacher_prototypes, teacher_offset
             )
             num_targeted = num_targets * query.shape[1]  # the last rows of log_shares
+            if with_entropy:
+                log_targets = log_shares[-num_targeted:].reshape(num_targets, *weights.shape, -1)
+                entropy -= (weights * (log_targets.exp() * log_targets).sum(dim=-1)).sum() / num_targets
             shares = _exponential(
                 log_shares if needs_student or needs_prototypes else log_shares[-num_targeted:], dtype
             )
@@ -178,14 +219,15 @@ class _PrototypeLoss(torch.autograd.Function):
                 pulls = torch.cat([view_weights * weighted, -(pair_weights.T @ weighted)]).reshape(-1, dim)
                 _add_product(prototype_gradient, shares.T, pulls.to(dtype))
         ctx.save_for_backward(student_gradient, prototype_gradient)
-        return loss
+        ctx.mark_non_differentiable(entropy)
+        return loss, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # float32; autograd casts to the type of each input
         student, prototypes = (None if gradient is None else gradient * grad_loss for gradient in ctx.saved_tensors)
-        return student, None, prototypes, None, None, None, None, None, None, None
+        return student, None, prototypes, None, None, None, None, None, None, None, None
 
 
 def _log_softmax(
