@@ -31,7 +31,7 @@ from massl.data.loading.gpu_decode import jpeg_decoder
 from massl.data.loading.image_reader import label_number
 from massl.data.loading.loader import Loader
 from massl.data.order import EpochOrder
-from massl.data.sources import ImageSource, remarks_of
+from massl.data.sources import ImageSource, held_out, remarks_of
 from massl.methods import build_method
 from massl.methods.base import Method, TrainingPlan
 from massl.nn.backbone import refuse_published_weights
@@ -126,7 +126,8 @@ def _train(
 ) -> FitResult:
     cautions = Cautions(console, printed=[remark for remark in remarks_of(source) if "caution: " in remark])
     skipped = SkippedImages(console)
-    trainer = _build(recipe, source, folder, device, console, skipped=skipped, cautions=cautions)
+    source, held = held_out(source, recipe.data.hold_out) if recipe.data.hold_out > 0 else (source, None)
+    trainer = _build(recipe, source, held, folder, device, console, skipped=skipped, cautions=cautions)
     announce_execution(trainer, console)
     for caution in trainer.method.cautions(_training_plan(recipe, source)):
         cautions.add(caution)
@@ -149,6 +150,7 @@ def _train(
 def _build(
     recipe: PretrainRecipe,
     source: ImageSource,
+    held: ImageSource | None,
     folder: RunFolder,
     device: torch.device,
     console: Console,
@@ -187,7 +189,7 @@ def _build(
         loader=loader,
         views=recipe.views,
         schedules=schedules,
-        probe=_open_probe(recipe, source, cache, device, console, on_skip=skipped.add, as_before=as_before),
+        probe=_open_probe(recipe, source, held, cache, device, console, on_skip=skipped.add, as_before=as_before),
         crop_ratio=recipe.probes.crop_ratio,
         folder=folder,
         device=device,
@@ -197,6 +199,7 @@ def _build(
 def _open_probe(
     recipe: PretrainRecipe,
     source: ImageSource,
+    held: ImageSource | None,
     cache: ImageCache | None,
     device: torch.device,
     console: Console,
@@ -213,6 +216,7 @@ def _open_probe(
         data=recipe.data,
         views=recipe.views,
         training_source=source,
+        held_out=held,
         seed=recipe.trainer.seed,
         device=device,
         cache=cache,

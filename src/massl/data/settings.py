@@ -28,6 +28,12 @@ class DataSettings(Settings):
     source: str = Field(
         "", description="Folder, .npz archive or URI: demo:train, folder:PATH?labels=none, torchvision:CIFAR10?root=DIR"
     )
+    hold_out: float = Field(
+        0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Share of the images kept out of training, the same for all seeds; probes then classify these",
+    )
     max_side: int = Field(1024, gt=0, description="Images with a longer side are reduced to this many pixels")
     num_workers: int = Field(4, ge=0, description="Threads or processes that decode images; 0: the training thread")
     worker_kind: Literal["threads", "processes"] = Field(

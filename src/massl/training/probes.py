@@ -62,13 +62,16 @@ class Probe:
         data: DataSettings,
         views: ViewSettings,
         training_source: ImageSource,
+        held_out: ImageSource | None = None,
         seed: int,
         device: torch.device,
         cache: ImageCache | None = None,
         on_skip: Callable[[str, str], None],  # message, name of the source
         as_before: bool = False,
     ) -> None:
-        """`as_before`: open the labelled sets as `open_source` does for runs that began before."""
+        """`held_out`: images kept out of training, the queries if the settings name no set.
+
+        `as_before`: open the labelled sets as `open_source` does for runs that began before."""
         self.settings = settings
         self._as_before = as_before
         self.views = views
@@ -77,7 +80,7 @@ class Probe:
         self._device = device
         self._cache = cache
         self._on_skip = on_skip
-        self._database, self._queries = self._choose(training_source)
+        self._database, self._queries = self._choose(training_source, held_out)
         # Held-out queries come from the same source too, but are never in the database.
         self._may_find_itself = (
             bool(settings.queries) and self._database is not None and _are_same(self._database, self._queries)
@@ -91,9 +94,10 @@ class Probe:
         settle_ranges(source)
         return source
 
-    def _choose(self, training_source: ImageSource) -> tuple[_Subset | None, _Subset]:
+    def _choose(self, training_source: ImageSource, held_out: ImageSource | None) -> tuple[_Subset | None, _Subset]:
         database = self._open(self.settings.database, training_source)
-        queries = self._open(self.settings.queries, database)
+        default = database if held_out is None or self.settings.database else held_out
+        queries = self._open(self.settings.queries, default)
         query_order = keyed_random.permutation(len(queries), self._seed, "probe queries")
         query_subset = _Subset(queries, query_order[: self.settings.max_queries])
         if database.class_names is None or queries.class_names is None or len(database) < 2:
@@ -106,7 +110,7 @@ class Probe:
         # Accuracy on doubtful classes would mislead; sets named for the probe are meant.
         if not self.settings.database and not self.settings.queries and label_doubt(training_source):
             return None, query_subset
-        if self.settings.queries:
+        if queries is not database:
             database_order = keyed_random.permutation(len(database), self._seed, "probe database")
         else:
             # Hold the queries out of the database; at most half of a small set.

@@ -12,9 +12,19 @@ from massl.data.sources.demo import open_demo
 from massl.data.sources.folder import FolderSource, OnListing, open_folder, require_possible
 from massl.data.sources.joined import JoinedSource, open_joined
 from massl.data.sources.rules import DEFAULT_RULES, ReadRules
+from massl.data.sources.subset import SubsetSource, held_out
 from massl.data.sources.torchvision_set import open_torchvision
 
-__all__ = ["DataError", "EncodedImage", "ImageSource", "files_of", "label_doubt", "open_source", "remarks_of"]
+__all__ = [
+    "DataError",
+    "EncodedImage",
+    "ImageSource",
+    "files_of",
+    "held_out",
+    "label_doubt",
+    "open_source",
+    "remarks_of",
+]
 
 
 class Opener(Protocol):
@@ -80,6 +90,8 @@ def remarks_of(source: ImageSource) -> list[str]:
 
 def files_of(source: ImageSource) -> list[ImageFiles]:
     """The parts of a source that read image files."""
+    if isinstance(source, SubsetSource):
+        return files_of(source.in_whole(())[0])
     if isinstance(source, JoinedSource):
         return [files for part in source.parts for files in files_of(part)]
     return [source] if isinstance(source, ImageFiles) else []
@@ -87,6 +99,8 @@ def files_of(source: ImageSource) -> list[ImageFiles]:
 
 def label_doubt(source: ImageSource) -> str:
     """Why classes that nobody chose are probably none; "" if nothing speaks against them."""
+    if isinstance(source, SubsetSource):
+        return label_doubt(source.in_whole(())[0])
     if isinstance(source, JoinedSource):
         return next(filter(None, map(label_doubt, source.parts)), "")
     return source.label_doubt if isinstance(source, FolderSource) else ""

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from massl import keyed_random
 from massl.data.keys import stored_key
 from massl.data.sources.base import Contents, DataError, EncodedImage, ImageSource, Pixels
 
@@ -99,3 +100,22 @@ def _in_base(source: ImageSource, indices: Iterable[int]) -> tuple[ImageSource, 
     while isinstance(source, SubsetSource):
         source, numbers = source.in_whole(numbers)
     return source, numbers
+
+
+def held_out(source: ImageSource, share: float) -> tuple[ImageSource, ImageSource]:
+    """The images to train on and the held-out share, each in the order of the source.
+
+    The choice depends only on the number of images: runs with other seeds hold out the same.
+    """
+    num_held = round(share * len(source))
+    if not 0 < num_held < len(source):
+        raise DataError(
+            f"data.hold_out = {share} of {len(source)} images leaves none to train on or none to hold out; give a "
+            "share like 0.1, or more images"
+        )
+    order = keyed_random.permutation(len(source), 0, "held out")
+    training, held = order[num_held:].sort().values, order[:num_held].sort().values
+    return (
+        SubsetSource(source, training, name=f"{source.name} without held-out images"),
+        SubsetSource(source, held, name=f"held-out images of {source.name}"),
+    )

@@ -1,0 +1,172 @@
+"""Settings tried one after another, scored on images held out of training; the test images are read by a second call.
+
+    python benchmarks/tune.py try --settings settings.yaml --data train.npz --epochs 10 --output tuning
+    python benchmarks/tune.py final --output tuning --name m98 --train train.npz --test test.npz
+
+`try` trains every setting on nine tenths of the training images, the same for all, and classifies the other tenth by
+k-NN. It has no option for test images. A row is appended to tuning/tried.jsonl after each run and tuning/tried.md is
+the table of everything tried. `final` evaluates one setting's backbone, once: it refuses a second name in the same
+folder. The settings are a YAML list:
+
+    - {name: m98, recipe: massl-tiny, set: {views.num_local: 6, method.teacher.momentum: 0.98}, predicted: 19.5}
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from massl.commands.pretrain import pretrain
+from massl.commands.recipe import load_recipe
+from massl.config import MasslError
+from massl.data.sources import held_out, open_source
+from massl.files import write_atomically
+
+_HOLD_OUT = 0.1
+_TRIED, _TABLE, _FINAL = "tried.jsonl", "tried.md", "final.json"
+_KEYS = {"name", "recipe", "set", "predicted"}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Try settings on held-out training images, then test one of them.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    trying = commands.add_parser("try", help="train settings and score them on images held out of training")
+    trying.add_argument("--settings", required=True, type=Path, help="YAML list of name, recipe, set and predicted")
+    trying.add_argument("--data", required=True, help="the training images, labelled")
+    trying.add_argument("--epochs", required=True, type=int)
+    trying.add_argument("--probes", default=2, type=int, help="probes at equal distances; the last is the score")
+    trying.add_argument("--seed", default=0, type=int)
+    trying.add_argument("--output", required=True, type=Path)
+    trying.add_argument("--budget", default=math.inf, type=float, help="start no setting after this many seconds")
+    final = commands.add_parser("final", help="score one setting on the test images")
+    final.add_argument("--output", required=True, type=Path, help="the folder of try")
+    final.add_argument("--name", required=True, help="the setting that won")
+    final.add_argument("--train", required=True, help="labelled images that vote")
+    final.add_argument("--test", required=True, help="labelled images to classify, read by nothing else here")
+    chosen = parser.parse_args(arguments)
+    try:
+        try_settings(chosen) if chosen.command == "try" else test_winner(chosen)
+    except MasslError as error:
+        raise SystemExit(f"tune.py: {error}") from None
+
+
+def try_settings(chosen: argparse.Namespace) -> None:
+    settings = read_settings(chosen.settings)
+    chosen.output.mkdir(parents=True, exist_ok=True)
+    rows = tried(chosen.output)
+    done = {row["run"] for row in rows}
+    started = time.monotonic()
+    num_held = len(held_out(open_source(chosen.data), _HOLD_OUT)[1])
+    for setting in settings:
+        run = f"{setting['name']}-e{chosen.epochs}-s{chosen.seed}"
+        if run in done:
+            continue
+        if time.monotonic() - started > chosen.budget:
+            print(f"not tried, the budget is spent: {run}", flush=True)
+            continue
+        rows.append(one_try(setting, run, chosen, num_held))
+        with (chosen.output / _TRIED).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
+        write_atomically(chosen.output / _TABLE, table(rows))
+        print(json.dumps(rows[-1]), flush=True)
+
+
+def one_try(setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, num_held: int) -> dict[str, Any]:
+    """Train one setting; its row, also if it fails."""
+    overrides = {
+        **setting.get("set", {}),
+        "trainer.epochs": chosen.epochs,
+        "trainer.seed": chosen.seed,
+        "data.hold_out": _HOLD_OUT,
+        "probes.database": "",
+        "probes.queries": "",
+        "probes.every_epochs": chosen.epochs / chosen.probes,
+        "probes.max_queries": 10**9,
+        "probes.max_database": 10**9,
+        "trainer.checkpoint_every_steps": 10**9,
+    }
+    row: dict[str, Any] = {"run": run, "setting": setting["name"], "recipe": setting["recipe"]}
+    row |= {"set": setting.get("set", {}), "predicted": setting.get("predicted")}
+    row |= {"epochs": chosen.epochs, "seed": chosen.seed, "held_out": num_held}
+    before = time.monotonic()
+    try:
+        recipe = load_recipe(setting["recipe"], {**overrides, "data.source": chosen.data})
+        result = pretrain(recipe=recipe, output=chosen.output / "runs" / run)
+    except MasslError as error:
+        return {**row, "failed": str(error)}
+    probes = [metrics for metrics in result.metrics if "knn_top1" in metrics]
+    speeds = sorted(metrics["images_per_second"] for metrics in result.metrics if metrics["images_per_second"] > 0)
+    top1 = probes[-1]["knn_top1"]
+    row |= {"knn": {str(int(probe["epoch"])): round(probe["knn_top1"], 2) for probe in probes}}  # in percent
+    row |= {"standard_error": round(math.sqrt(top1 * (100 - top1) / num_held), 2)}
+    row |= {"effective_rank": round(probes[-1]["effective_rank"], 1)}
+    row |= {"images_per_second": speeds[len(speeds) // 2], "seconds": round(time.monotonic() - before, 1)}
+    if "teacher_temperature" in result.metrics[-1]:
+        row |= {"teacher_temperature": round(result.metrics[-1]["teacher_temperature"], 4)}
+    return row
+
+
+def test_winner(chosen: argparse.Namespace) -> None:
+    """k-NN of one run on the test images; the folder remembers that they were read."""
+    from massl.commands.evaluate.command import evaluate
+
+    names = [row["run"] for row in tried(chosen.output)]
+    if chosen.name not in names:
+        raise MasslError(f"{chosen.name} was not tried; tried were {', '.join(names)}")
+    record = chosen.output / _FINAL
+    if record.exists() and json.loads(record.read_text(encoding="utf-8"))["run"] != chosen.name:
+        raise MasslError(f"{record} holds the test of another setting: the test images are read for one only")
+    results = evaluate(chosen.output / "runs" / chosen.name, protocol="knn", train=chosen.train, test=chosen.test)
+    write_atomically(record, json.dumps({"run": chosen.name, "tried": len(names), "results": str(results)}) + "\n")
+    print(results)
+
+
+def read_settings(path: Path) -> list[dict[str, Any]]:
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(settings, list) or not all(isinstance(entry, dict) for entry in settings):
+        raise MasslError(f"{path} is not a list of settings")
+    for entry in settings:
+        if unknown := entry.keys() - _KEYS:
+            raise MasslError(f"{path}: {entry.get('name')}: unknown {', '.join(sorted(unknown))}")
+        if named := [key for key in entry.get("set", {}) if key.startswith(("data.", "probes."))]:
+            raise MasslError(f"{path}: {entry.get('name')}: {named[0]} is the same for all settings; leave it out")
+        if missing := {"name", "recipe"} - entry.keys():
+            raise MasslError(f"{path}: a setting without {' and '.join(sorted(missing))}")
+    names = [entry["name"] for entry in settings]
+    if len(set(names)) < len(names):
+        raise MasslError(f"{path}: two settings have the same name")
+    return settings
+
+
+def tried(folder: Path) -> list[dict[str, Any]]:
+    file = folder / _TRIED
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Everything tried, best first within each number of epochs."""
+    lines = [
+        f"{len(rows)} runs, scored on images held out of training. SE: standard error of the last column of k-NN.",
+        "",
+        "| setting | epochs | seed | predicted | k-NN in % | SE | rank | images/s | changes |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row["epochs"], -max(row.get("knn", {"": 0.0}).values()))):
+        changes = ", ".join(f"{key}={value}" for key, value in row["set"].items())
+        start = f"| {row['setting']} | {row['epochs']} | {row['seed']} | {row['predicted'] or ''} "
+        if "failed" in row:
+            lines.append(f"{start}| failed: {row['failed']} | | | | {row['recipe']}: {changes} |")
+            continue
+        scores = " ".join(f"{top1:.1f}" for top1 in row["knn"].values())
+        rest = f"{row['standard_error']:.1f} | {row['effective_rank']} | {row['images_per_second']:,.0f}"
+        lines.append(f"{start}| {scores} | {rest} | {row['recipe']}: {changes} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
