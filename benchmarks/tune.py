@@ -1,12 +1,12 @@
 """Settings tried one after another, scored on images held out of training; the test images are read by a second call.
 
     python benchmarks/tune.py try --settings settings.yaml --data train.npz --epochs 10 --output tuning
-    python benchmarks/tune.py final --output tuning --name m98 --train train.npz --test test.npz
+    python benchmarks/tune.py final --output tuning --name m98 --data train.npz --test test.npz --epochs 30
 
 `try` trains every setting on nine tenths of the training images, the same for all, and classifies the other tenth by
 k-NN. It has no option for test images. A row is appended to tuning/tried.jsonl after each run and tuning/tried.md is
-the table of everything tried. `final` evaluates one setting's backbone, once: it refuses a second name in the same
-folder. The settings are a YAML list:
+the table of everything tried. `final` trains one setting on all training images and classifies the test images, once:
+in the same folder it refuses a second setting of the same recipe. The settings are a YAML list:
 
     - {name: m98, recipe: massl-tiny, set: {views.num_local: 6, method.teacher.momentum: 0.98}, predicted: 19.5}
 """
@@ -28,7 +28,7 @@ from massl.data.sources import held_out, open_source
 from massl.files import write_atomically
 
 _HOLD_OUT = 0.1
-_TRIED, _TABLE, _FINAL = "tried.jsonl", "tried.md", "final.json"
+_TRIED, _TABLE, _FINAL = "tried.jsonl", "tried.md", "final.jsonl"
 _KEYS = {"name", "recipe", "set", "predicted"}
 
 
@@ -46,8 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     final = commands.add_parser("final", help="score one setting on the test images")
     final.add_argument("--output", required=True, type=Path, help="the folder of try")
     final.add_argument("--name", required=True, help="the setting that won")
-    final.add_argument("--train", required=True, help="labelled images that vote")
+    final.add_argument("--data", required=True, help="the training images, labelled; all of them are trained on")
     final.add_argument("--test", required=True, help="labelled images to classify, read by nothing else here")
+    final.add_argument("--epochs", required=True, type=int)
+    final.add_argument("--seed", default=0, type=int)
     chosen = parser.parse_args(arguments)
     try:
         try_settings(chosen) if chosen.command == "try" else test_winner(chosen)
@@ -112,18 +114,32 @@ def one_try(setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, nu
 
 
 def test_winner(chosen: argparse.Namespace) -> None:
-    """k-NN of one run on the test images; the folder remembers that they were read."""
+    """Train one setting on all training images; its k-NN accuracy on the test images goes to final.jsonl."""
     from massl.commands.evaluate.command import evaluate
 
-    names = [row["run"] for row in tried(chosen.output)]
-    if chosen.name not in names:
-        raise MasslError(f"{chosen.name} was not tried; tried were {', '.join(names)}")
-    record = chosen.output / _FINAL
-    if record.exists() and json.loads(record.read_text(encoding="utf-8"))["run"] != chosen.name:
-        raise MasslError(f"{record} holds the test of another setting: the test images are read for one only")
-    results = evaluate(chosen.output / "runs" / chosen.name, protocol="knn", train=chosen.train, test=chosen.test)
-    write_atomically(record, json.dumps({"run": chosen.name, "tried": len(names), "results": str(results)}) + "\n")
-    print(results)
+    settings = {row["setting"]: row for row in tried(chosen.output)}
+    if chosen.name not in settings:
+        raise MasslError(f"{chosen.name} was not tried; tried were {', '.join(settings)}")
+    setting, record = settings[chosen.name], chosen.output / _FINAL
+    tested = rows_of(record)
+    for row in tested:
+        if row["recipe"] == setting["recipe"] and row["setting"] != chosen.name:
+            raise MasslError(
+                f"{record} holds the test of {row['setting']}: the test images are read for one setting of a recipe"
+            )
+    run = f"{chosen.name}-final-e{chosen.epochs}-s{chosen.seed}"
+    length = {"trainer.epochs": chosen.epochs, "trainer.seed": chosen.seed, "probes.every_epochs": 0}
+    recipe = load_recipe(setting["recipe"], {**setting["set"], **length, "data.source": chosen.data})
+    folder = pretrain(recipe=recipe, output=chosen.output / "runs" / run).folder
+    crop = {"crop_ratio": recipe.probes.crop_ratio, "knn.ks": [recipe.probes.num_neighbours]}
+    result = evaluate(
+        folder, protocol="knn", train=chosen.data, test=chosen.test, output=folder / "test", overrides=crop
+    )
+    top1 = next(row.value for row in result.rows if row.metric == "top1")
+    row = {"setting": chosen.name, "recipe": setting["recipe"], "run": run, "num_tried": len(settings), "top1": top1}
+    with record.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
 
 
 def read_settings(path: Path) -> list[dict[str, Any]]:
@@ -144,7 +160,10 @@ def read_settings(path: Path) -> list[dict[str, Any]]:
 
 
 def tried(folder: Path) -> list[dict[str, Any]]:
-    file = folder / _TRIED
+    return rows_of(folder / _TRIED)
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
 
 

@@ -28,6 +28,7 @@ PROGRAMS = (
     "probe",
     "shapes",
     "step",
+    "tune",
     "update",
     "views",
 )
@@ -265,3 +266,41 @@ def test_update_times_both_ways_of_updating_in_turns(
     cases = printed_cases(capsys)
     assert [str(case["case"]).split()[2] for case in cases] == ["kernels", "torch"]
     assert all(len(str(case["rounds"]).split()) == 2 for case in cases)
+
+
+def test_tune_scores_on_held_out_training_images_and_tests_one_setting_of_a_recipe(
+    programs: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(0)
+    for name, num_images in (("train", 60), ("test", 20)):
+        labels = np.arange(num_images) % 2
+        images = (rng.integers(0, 120, (num_images, 28, 28, 3)) + 120 * labels[:, None, None, None]).astype(np.uint8)
+        np.savez(tmp_path / f"{name}.npz", images=images, labels=labels)
+    small = "trainer.batch_size: 16, method.memory.num_rows: 64, method.memory.block_size: 16, views.num_local: 0"
+    settings, output = tmp_path / "settings.yaml", tmp_path / "tuning"
+    settings.write_text(
+        f"- {{name: fast, recipe: demo, predicted: 90, set: {{{small}, method.teacher.momentum: 0.5}}}}\n"
+        f"- {{name: held, recipe: demo, set: {{{small}, method.teacher.entropy: 1.0}}}}\n"
+        f"- {{name: wrong, recipe: demo, set: {{{small}, method.teacher.entropy: 50}}}}\n"
+    )
+    data = ["--data", str(tmp_path / "train.npz"), "--output", str(output), "--epochs", "1"]
+    programs["tune"].main(["try", "--settings", str(settings), *data])
+    programs["tune"].main(["try", "--settings", str(settings), *data])  # trains nothing again
+    rows = [json.loads(line) for line in (output / "tried.jsonl").read_text().splitlines()]
+    assert [row["setting"] for row in rows] == ["fast", "held", "wrong"]
+    assert all(row["held_out"] == 6 for row in rows)
+    assert "method.teacher.entropy" in rows[2]["failed"]
+    assert "predicted" in (output / "tried.md").read_text()
+
+    test = [*data, "--test", str(tmp_path / "test.npz"), "--name"]
+    programs["tune"].main(["final", *test, "held"])
+    (row,) = [json.loads(line) for line in (output / "final.jsonl").read_text().splitlines()]
+    assert row["setting"] == "held"
+    assert row["num_tried"] == 3
+    assert 0 <= row["top1"] <= 100
+    with pytest.raises(SystemExit, match="held"):
+        programs["tune"].main(["final", *test, "fast"])
+
+    settings.write_text("- {name: a, recipe: demo, set: {probes.queries: demo:test}}\n")
+    with pytest.raises(SystemExit, match=r"probes\.queries"):
+        programs["tune"].main(["try", "--settings", str(settings), *data])

@@ -51,6 +51,18 @@ CASES = {
         left_zero={"centre.value": 0.01},
         num_steps=8,
     ),
+    "massl": Case(  # the temperature follows the entropy of the whole batch
+        settings={
+            "method.head.hidden_dim": 32,
+            "method.head.out_dim": 16,
+            "method.memory.num_rows": 64,
+            "method.memory.block_size": 16,
+            "method.teacher.entropy": 1.0,
+        },
+        metrics=("loss", "teacher_temperature", "batch_teacher_entropy"),
+        state=("held_temperature.", "memory.rows"),
+        num_steps=8,
+    ),
     "ibot": Case(  # both centres; masks do not depend on which process trains on an image
         settings=TEACHER_AND_PROTOTYPES,
         metrics=("loss", "class_loss", "patch_loss"),

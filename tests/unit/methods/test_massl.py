@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 from massl.config import RecipeError
 from massl.data.views import ViewBatch, ViewSettings
-from massl.methods.base import StepHyper, StepOutput, TrainingPlan, combine
+from massl.methods.base import StepHyper, StepOutput, TeacherSettings, TrainingPlan, combine
 from massl.methods.massl import MaSSL, MaSSLHeadSettings, MaSSLSettings, winner_share
 from massl.nn.backbone import BackboneSettings
 from massl.nn.memory import MemorySettings
@@ -30,10 +30,12 @@ def tiny_method(
     drop_path_rate: float = 0.0,
     student_views: Literal["all", "local"] = "all",
     batch_norm: bool = False,
+    entropy: float | None = None,
     **memory: Any,
 ) -> MaSSL:
     settings = MaSSLSettings(
         student_views=student_views,
+        teacher=TeacherSettings(entropy=entropy),
         head=MaSSLHeadSettings(hidden_dim=16, out_dim=8, batch_norm=batch_norm),
         memory=MemorySettings(**{"num_rows": 24, "block_size": 8, **memory}),
     )
@@ -352,3 +354,33 @@ def test_the_winner_share_counts_the_rows_that_are_nearest_to_some_query() -> No
         len({max(range(7), key=lambda k: float(block[k] @ query)) for query in queries}) for block in blocks
     )
     assert winner_share(queries, blocks) == pytest.approx(num_winners / (3 * 6))
+
+
+def test_a_teacher_held_at_an_entropy_adapts_its_temperature_and_logs_both() -> None:
+    method, batch = tiny_method(entropy=1.0), views()
+    hyper = replace(HYPER, own={"momentum": 1.0})  # no temperature: no schedule sets it
+    entropies = []
+    for _ in range(150):
+        with torch.no_grad():
+            output = method(batch, hyper)
+        entropies.append(float(output.metrics["batch_teacher_entropy"]))
+        method.after_step(replace(output, carry={"memory_rows": method.memory.rows.clone()}), hyper)  # the memory stays
+    assert abs(entropies[0] - 1.0) > 0.1
+    assert entropies[-1] == pytest.approx(1.0, abs=0.02)
+    assert method.held_temperature is not None
+    assert float(output.metrics["teacher_temperature"]) == pytest.approx(float(method.held_temperature()), rel=1e-2)
+    assert math.isfinite(method.health(torch.randn(5, 16), hyper)["teacher_entropy"])
+
+
+def test_the_published_schedule_adds_nothing_to_checkpoints_and_logs() -> None:
+    method = tiny_method()
+    assert not any("temperature" in key for key in method.state_dict())
+    assert "held_temperature.logarithm" in tiny_method(entropy=1.0).state_dict()
+    assert method(views(), HYPER).metrics == {}
+    assert "teacher_temperature" in TeacherSettings().ramps()
+    assert "teacher_temperature" not in TeacherSettings(entropy=1.0).ramps()
+
+
+def test_an_entropy_that_no_softmax_over_a_block_reaches_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"method\.teacher\.entropy"):
+        tiny_method(entropy=math.log(8) + 0.01)

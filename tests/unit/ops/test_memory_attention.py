@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from massl.ops import memory_attention
-from massl.ops.memory_attention import attend, block_entropy, memory_loss, memory_loss_reference
+from massl.ops.memory_attention import (
+    attend,
+    block_entropy,
+    memory_loss,
+    memory_loss_and_entropy,
+    memory_loss_reference,
+)
 
 
 def unit_rows(*shape: int, seed: int) -> Tensor:
@@ -275,6 +281,23 @@ def test_block_entropy_is_the_mean_entropy_of_the_softmax_over_each_block() -> N
     assert block_entropy(queries, blocks, 0.2).item() == pytest.approx(
         -(shares * shares.log()).sum(dim=-1).mean().item(), rel=1e-5
     )
+
+
+def test_the_teachers_entropy_comes_with_the_same_loss_and_gradient_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(5)
+    student, teacher, blocks = (
+        normalize(torch.randn(*shape, 16, generator=generator), dim=-1) for shape in ((4, 6), (2, 6), (3, 24))
+    )
+    temperatures = {"student_temperature": 0.1, "teacher_temperature": torch.tensor(0.06)}
+    plain, with_entropy = student.clone().requires_grad_(), student.clone().requires_grad_()
+    loss = memory_loss(plain, teacher, blocks, **temperatures)
+    same, entropy = memory_loss_and_entropy(with_entropy, teacher, blocks, **temperatures)
+    loss.backward()
+    same.backward()
+    assert torch.equal(loss, same)
+    torch.testing.assert_close(plain.grad, with_entropy.grad, rtol=0, atol=0)
+    assert entropy.item() == pytest.approx(block_entropy(teacher.flatten(0, 1), blocks, 0.06).item(), rel=1e-5)
+    assert not entropy.requires_grad
 
 
 def test_block_entropy_is_zero_for_one_winner_and_ln_of_the_rows_when_all_are_alike() -> None:

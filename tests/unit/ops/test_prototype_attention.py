@@ -74,6 +74,26 @@ def truth(inputs: World) -> tuple[Tensor, Tensor, Tensor]:
     return value_and_gradients(inputs.to(torch.float64), reference_prototype_loss, operand_dtype=torch.float64)
 
 
+@pytest.mark.parametrize("max_logits", [1 << 26, 200])
+def test_the_teachers_entropy_comes_with_the_same_loss_and_gradients_bit_for_bit(
+    max_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prototype_attention, "_MAX_LOGITS", max_logits)  # 200: several chunks of rows
+    inputs = world(4, 2, 6, 16, 24, seed=3)
+    entropies = []
+
+    def with_entropy(**named: Any) -> Tensor:
+        loss, entropy = prototype_attention.prototype_loss_and_entropy(**named)
+        entropies.append(entropy)
+        return loss
+
+    for plain, same in zip(value_and_gradients(inputs), value_and_gradients(inputs, with_entropy), strict=True):
+        assert torch.equal(plain, same)
+    logits = (inputs.teacher @ inputs.teacher_prototypes.T - inputs.centre) / inputs.teacher_temperature
+    expected = torch.distributions.Categorical(logits=logits).entropy().mean()
+    assert entropies[0].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 def loss_by_numpy(inputs: World) -> float:
     """The definition, one cross-entropy at a time."""
     arrays = {

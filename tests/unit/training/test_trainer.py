@@ -182,6 +182,16 @@ def test_a_run_that_was_stopped_and_continued_is_the_same_bit_for_bit(
     ] == expected
 
 
+def test_a_run_with_a_held_teacher_continues_bit_for_bit(tmp_path: Path) -> None:
+    held = {"method__teacher__entropy": 1.0}
+    assert fit(tmp_path / "straight", **held).step == 6
+    fit(tmp_path / "stopped", trainer__max_steps=3, **held)
+    fit(tmp_path / "stopped", **held)
+    state = checkpoint(tmp_path / "straight", 6)
+    assert "held_temperature.logarithm" in state["method"]
+    assert_equal(checkpoint(tmp_path / "stopped", 6), state)
+
+
 def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint_to_go_on_from(
     straight_run: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.sources import open_source
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError, ImageSource
-from massl.data.sources.subset import SubsetSource, UnreadableImages
+from massl.data.sources.subset import SubsetSource, UnreadableImages, held_out
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +150,23 @@ def test_unreadable_images_are_taken_out_of_every_source_that_has_them(array: Ar
     assert error.without(others) is others
     stranger = ArraySource(name="s", pixels=array.pixels, labels=None, class_names=None, key_prefix="x")
     assert error.without(stranger) is stranger
+
+
+def numbered(num_images: int) -> ArraySource:
+    pixels = np.zeros((num_images, 2, 2, 3), dtype=np.uint8)
+    return ArraySource(name="numbers", pixels=pixels, labels=None, class_names=None, key_prefix="x")
+
+
+def test_held_out_images_are_a_share_that_no_training_image_is_in() -> None:
+    source = numbered(30)
+    training, held = held_out(source, 0.1)
+    assert (len(training), len(held)) == (27, 3)
+    keys = [[part.key_of(index) for index in range(len(part))] for part in (training, held)]
+    assert sorted(keys[0] + keys[1]) == sorted(source.key_of(index) for index in range(30))
+    assert keys == [[part.key_of(index) for index in range(len(part))] for part in held_out(source, 0.1)]
+
+
+@pytest.mark.parametrize("share", [0.01, 0.99])
+def test_a_share_that_leaves_nothing_is_refused(share: float) -> None:
+    with pytest.raises(DataError, match=r"data\.hold_out"):
+        held_out(numbered(10), share)
