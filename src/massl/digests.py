@@ -58,10 +58,11 @@ def seal_safetensors_file(path: Path) -> None:
 
 def seal_zip(path: Path) -> None:
     """Append the digest to a zip file as its comment; the file stays a zip file that torch.load opens."""
-    with path.open("r+b", buffering=0) as file:
+    with path.open("r+b") as file:  # buffered: an unbuffered write on a full disk may write less, without an error
         size = file.seek(0, os.SEEK_END)
         file.seek(size - 2)
         file.write(_COMMENT_SIZE.to_bytes(2, "little") + _MARK)
+        file.flush()
         at = size + len(_MARK)
         file.write(_digits(_reader(file.fileno()), at, at=at))
 
