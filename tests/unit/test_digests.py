@@ -1,3 +1,4 @@
+import resource
 import zipfile
 from pathlib import Path
 
@@ -131,3 +132,15 @@ def test_an_entry_that_claims_to_be_a_folder_is_refused(tmp_path: Path, is_seale
     torch.load(path, weights_only=True)  # without a word
     with pytest.raises(DamagedFile):
         check_zip(path)
+
+
+def test_a_full_disk_within_the_digest_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    torch.save({"weight": torch.zeros(3)}, path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 30, limits[1]))  # ends among the digits
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            seal_zip(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
