@@ -111,7 +111,8 @@ def _with_momentum_one_unless(is_finite: Tensor, own: Mapping[str, float | Tenso
     momentum = own["momentum"]
     if not isinstance(momentum, Tensor):
         momentum = torch.full((), momentum, dtype=torch.float64, device=is_finite.device)
-    return {**own, "momentum": torch.where(is_finite, momentum, 1.0)}
+    # ones_like, not 1.0: torch copies a number from the host, which a recorded CUDA graph must not
+    return {**own, "momentum": torch.where(is_finite, momentum, torch.ones_like(momentum))}
 
 
 def _is_in_words(tensor: Tensor, copy: Tensor) -> bool:
