@@ -76,14 +76,15 @@ class PortableState(Optimizer):
     _norms: Tensor | None = None  # of this step's gradients
     _is_finite: Tensor | None = None
 
-    def gradients_are_finite(self) -> Tensor:  # -> [] bool, on the device: the host does not wait
-        """Whether every gradient is finite. `step` uses the norms that this takes."""
+    def gradients_are_finite(self, *, decide: bool = True) -> Tensor:  # -> [] bool, on the device: no wait
+        """Whether all gradients are finite. `step` uses the norms; if they `decide`, it does nothing unless finite."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not gradients:
             return torch.ones((), dtype=torch.bool)
         self._norms = torch.stack(torch._foreach_norm(gradients))
-        self._is_finite = self._norms.isfinite().all()
-        return self._is_finite
+        is_finite = self._norms.isfinite().all()
+        self._is_finite = is_finite if decide else None
+        return is_finite
 
     def _take_norms(self, gradients: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Norms [N] of all gradients, and whether they are finite where `gradients_are_finite` was asked."""

@@ -53,19 +53,20 @@ class TrainingStep:
         """
         for parameter in self.method.frozen(hyper.epoch):
             parameter.grad = None  # not zero: without a gradient AdamW skips decay and running averages too
-        is_finite = self.optimizer.gradients_are_finite()
+        device_decides = self.guard.on_device and self.guard.is_active
+        is_finite = self.optimizer.gradients_are_finite(decide=device_decides)
         combined = replace(combine(outputs), is_finite=is_finite)
         if not self.guard.on_device and not is_finite:
             self.optimizer.zero_grad(set_to_none=True)
             self.guard.restore()
             return combined
-        if self.guard.on_device:
+        if device_decides:
             hyper = self.guard.protect(hyper, is_finite)
         self.optimizer.set_hyper(hyper)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.method.after_step(combined, hyper)
-        if self.guard.on_device:
+        self.method.after_step(combined if device_decides else replace(combined, is_finite=None), hyper)
+        if device_decides:
             self.guard.restore(is_finite)
         return combined
 

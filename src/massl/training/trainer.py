@@ -75,6 +75,7 @@ class Trainer:
             bf16=settings.precision == "bf16",
             device=device,
         )
+        step.guard.is_active = not self.execution.cuda_graph or settings.skip_bad_steps > 0
         self._plain_step, self.step = step, GraphedStep(step) if self.execution.cuda_graph else step
         self._make_views = ViewMaker(views, seed=settings.seed, bf16=settings.precision == "bf16", device=device)
         self.store = CheckpointStore(folder.checkpoints, settings.keep_checkpoints)
@@ -98,10 +99,7 @@ class Trainer:
         self.stop = StopRequest(self._acknowledge, device=device)
 
     def fit(self, *, cautions: Sequence[str] = ()) -> FitResult:
-        """Train from the newest checkpoint, or from the start, to the end of the run or a signal.
-
-        `cautions` were printed before; the run folder keeps them.
-        """
+        """Train from the newest checkpoint, or the start, to the end or a signal; the run folder keeps `cautions`."""
         with stop_together():
             start_step = self._resume()
         require_equal_steps(start_step)
