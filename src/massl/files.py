@@ -1,13 +1,19 @@
-"""The one atomic file write: readers see the old file or the new one, never half of one."""
+"""Reading and writing files of unknown origin.
+
+The one atomic write: readers see the old file or the new one, never half of one. Reads are limited and never wait for
+a FIFO; what is appended to or locked is a file in its place, not a link to another.
+"""
 
 import contextlib
 import errno
 import os
 import platform
+import stat
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 _LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)  # the disk did not store it; other errors: it cannot flush folders
 _SECONDS_OF_NO_WRITER = 3600.0  # a leftover unchanged for so long belongs to no running process
@@ -34,6 +40,39 @@ def replacing(path: Path) -> Iterator[Path]:
 def write_atomically(path: Path, content: bytes | str) -> None:
     with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def read_limited(path: Path, *, max_bytes: int) -> bytes:
+    """The bytes of a file; an OSError if it is larger, or no file but a FIFO or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        size = _size_of_file(descriptor)
+        if size > max_bytes:
+            too_large = f"{size / 2**20:,.0f} MiB are more than the {max_bytes / 2**20:,.0f} allowed"
+            raise OSError(errno.EFBIG, too_large, str(path))
+        return file.readall()
+
+
+def open_in_place(path: Path, flags: int) -> BinaryIO:
+    """Open a file for writing by flags such as os.O_APPEND, created if missing; an OSError if it is a link or no file.
+
+    A run folder of a stranger could hold a link to one of the user's own files.
+    """
+    flags |= os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        _size_of_file(descriptor)
+        return os.fdopen(descriptor, "ab+" if flags & os.O_APPEND else "rb+")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _size_of_file(descriptor: int) -> int:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a file")
+    return status.st_size
 
 
 def make_folder(path: Path) -> None:

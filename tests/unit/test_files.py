@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from massl.files import is_leftover, make_folder, remove_leftovers, replacing, write_atomically
+from massl.files import (
+    is_leftover,
+    make_folder,
+    open_in_place,
+    read_limited,
+    remove_leftovers,
+    replacing,
+    write_atomically,
+)
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -117,3 +125,29 @@ def test_leftovers_of_killed_processes_are_removed_but_not_what_is_being_written
         os.utime(path, (time.time() - 7200,) * 2)
     remove_leftovers(tmp_path)
     assert sorted(tmp_path.iterdir()) == [new, other]
+
+
+def test_a_limited_read_refuses_large_files_and_what_is_no_file(tmp_path: Path) -> None:
+    file, fifo = tmp_path / "file", tmp_path / "fifo"
+    file.write_bytes(b"12345")
+    assert read_limited(file, max_bytes=5) == b"12345"
+    with pytest.raises(OSError, match="allowed"):
+        read_limited(file, max_bytes=4)
+    os.mkfifo(fifo)
+    with pytest.raises(OSError, match="not a file"):
+        read_limited(fifo, max_bytes=4)
+
+
+@pytest.mark.parametrize("flags", [os.O_APPEND, 0])
+def test_a_file_opened_in_place_is_no_link_to_another(tmp_path: Path, flags: int) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    with open_in_place(own, flags) as file:
+        file.write(b"1")
+    with open_in_place(own, flags | os.O_APPEND) as file:
+        file.write(b"2")
+    assert own.read_bytes() == b"12"
+    own.unlink()
+    own.symlink_to(other)  # to nothing yet
+    with pytest.raises(OSError, match="own"):
+        open_in_place(own, flags)
+    assert not other.exists()

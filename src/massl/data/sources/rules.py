@@ -2,12 +2,12 @@
 
 import errno
 import json
-import os
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+from massl.files import read_limited
 
 MAX_FILE_MIB: Final = 512
 MAX_MEGAPIXELS: Final = 100  # a panorama of 12,000 x 6,000 has 72; 100 take 0.8 GiB while they are decoded
@@ -57,12 +57,9 @@ DEFAULT_RULES: Final = ReadRules()
 
 def read_file(path: Path, rules: ReadRules) -> bytes:
     """The bytes of a file; OSError if it is larger than allowed, or no file any more. A FIFO does not block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a file")
-        if status.st_size > rules.max_file_mib * 2**20:
-            size = f"{status.st_size / 2**20:,.0f} MiB are more than the {rules.max_file_mib:,} allowed"
-            raise OSError(errno.EFBIG, f"{size}; the option max_file_mib sets that")
-        return file.readall()
+    try:
+        return read_limited(path, max_bytes=rules.max_file_mib * 2**20)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise OSError(errno.EFBIG, f"{error.strerror}; the option max_file_mib sets that") from None
+        raise
