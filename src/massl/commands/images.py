@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,7 +67,7 @@ class SkippedImages:
     """Names each unreadable image once, and counts them."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
+        self.say: Callable[..., None] = partial(print_line, console)  # a progress bar prints above itself instead
         self._named: set[str] = set()
 
     def add(self, message: str, source_name: str = "") -> None:
@@ -74,12 +75,12 @@ class SkippedImages:
         place = str(Path(source_name).absolute() / message)  # keys of a folder are paths within it
         if place not in self._named:
             self._named.add(place)
-            print_line(self._console, f"warning: skipped an unreadable image: {message}", style="yellow")
+            self.say(f"warning: skipped an unreadable image: {message}", style="yellow")
 
     def print_total(self) -> None:
         if self._named:
             images = "image" if len(self._named) == 1 else "images"
-            print_line(self._console, f"skipped {len(self._named):,} unreadable {images} in all", style="yellow")
+            self.say(f"skipped {len(self._named):,} unreadable {images} in all", style="yellow")
 
 
 class UnreadableLeftOut:

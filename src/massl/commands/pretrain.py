@@ -35,7 +35,7 @@ from massl.data.sources import ImageSource, held_out, remarks_of
 from massl.methods import build_method
 from massl.methods.base import Method, TrainingPlan
 from massl.nn.backbone import refuse_published_weights
-from massl.training.environment import describe_environment
+from massl.training.environment import ENVIRONMENT_FILE, describe_environment
 from massl.training.metrics_log import read_metrics
 from massl.training.probes import Probe
 from massl.training.ranks import require_equal_ranks, stop_together
@@ -128,6 +128,7 @@ def _train(
     skipped = SkippedImages(console)
     source, held = held_out(source, recipe.data.hold_out) if recipe.data.hold_out > 0 else (source, None)
     trainer = _build(recipe, source, held, folder, device, console, skipped=skipped, cautions=cautions)
+    skipped.say = trainer.display.say
     announce_execution(trainer, console)
     for caution in trainer.method.cautions(_training_plan(recipe, source)):
         cautions.add(caution)
@@ -138,7 +139,8 @@ def _train(
         _load_start(trainer, folder.start_from, console)
     if max(steps, default=0) < trainer.end_step:
         if distributed.is_main():  # a finished run keeps the name of the machine that made it
-            folder.write_json("environment.json", describe_environment(device))
+            environment = describe_environment(device, before=folder.path / ENVIRONMENT_FILE)
+            folder.write_json(ENVIRONMENT_FILE, environment)
         if steps:
             print_line(console, f"reading the checkpoint of step {steps[-1]}")
     result = trainer.fit(cautions=cautions.kept)

@@ -1,6 +1,7 @@
 """The environment of a run: versions, hardware, command."""
 
 import importlib.metadata
+import json
 import platform
 import subprocess
 import sys
@@ -9,14 +10,17 @@ from pathlib import Path
 import torch
 
 from massl import distributed
+from massl.files import read_limited
 
+ENVIRONMENT_FILE = "environment.json"
 _PACKAGES = ("massl", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
 
 
-def describe_environment(device: torch.device) -> dict[str, object]:
-    """The content of environment.json."""
+def describe_environment(device: torch.device, *, before: Path | None = None) -> dict[str, object]:
+    """The content of environment.json; `before`, if it exists, is that of the start that is continued."""
     return {
         "command": sys.argv,
+        "first_command": _first_command(before) if before is not None and before.exists() else sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
@@ -26,6 +30,15 @@ def describe_environment(device: torch.device) -> dict[str, object]:
         "num_cpu_threads": torch.get_num_threads(),
         "world_size": distributed.world_size(),
     }
+
+
+def _first_command(file: Path) -> object:
+    """The command that began the run; the last one known in files that do not tell it."""
+    try:
+        known = json.loads(read_limited(file, max_bytes=2**20))
+        return known.get("first_command", known["command"])
+    except (OSError, ValueError, RecursionError, LookupError, AttributeError, TypeError):
+        return sys.argv
 
 
 def _version(package: str) -> str | None:

@@ -207,7 +207,7 @@ def _flat_recipe(recipe: str | Path, overrides: Mapping[str, Any] | None = None)
 
 def _named_recipe(environment: Mapping[str, Any]) -> str | None:
     """The packaged recipe after --recipe in the command that started a run."""
-    command = environment.get("command")
+    command = environment.get("first_command") or environment.get("command")
     words = [word for given in (command if isinstance(command, list) else []) for word in str(given).split("=", 1)]
     names = [name for option, name in itertools.pairwise(words) if option == "--recipe"]
     return names[-1] if names and names[-1] in shipped_recipes() else None

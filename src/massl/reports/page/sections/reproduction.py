@@ -46,7 +46,7 @@ def reproduction_section(runs: Sequence[Run], packaged: Mapping[str, PackagedRec
 def commands_of(run: Run) -> list[tuple[str, str]]:
     """Description and command: as it was given, and one that needs only the run's folder."""
     found = [("The same recipe into a new folder", shlex.join(run.command_again))]
-    given = run.environment.get("command")
+    given = run.environment.get("first_command") or run.environment.get("command")
     if isinstance(given, list) and given:
         program, *arguments = map(str, given)
         name = PurePath(program).name
