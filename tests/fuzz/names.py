@@ -39,7 +39,7 @@ _PAYLOADS = (
     "&lt;script&gt;{0}()",
     "&#60;img src=x onerror={0}()&#62;",
     "javascript:{0}()",
-    "{{{{ 7 * 191 }}}}{0}",
+    "{{{{ 104729 * 1299709 }}}}{0}",
     "{{% for x in 'ab' %}}{0}{{% endfor %}}",
     "${{{0}()}}",
     "\\u003cscript\\u003e{0}()",
@@ -116,7 +116,7 @@ def _compare(page: str, plain: _Page) -> None:
         raise Wrong("a name is within code")
     for data in found.data:
         json.loads(data)
-    if "1337" in "".join(found.text) and "7 * 191" not in "".join(found.text):
+    if "136117223861" in "".join(found.text) and "104729 * 1299709" not in "".join(found.text):
         raise Wrong("a name was computed as a template")
     if _MARK not in page:
         raise Wrong("the names are not on the page: nothing was tested")
