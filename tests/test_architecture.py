@@ -13,8 +13,8 @@ PACKAGE = Path(massl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # A layer may import the layers before it; names of one layer never import each other.
 LAYERS = [
-    {"keyed_random_kernel", "files", "json_lines", "digests", "interrupts", "failures"},
-    {"config", "keyed_random", "distributed"},
+    {"keyed_random_kernel", "files", "digests", "interrupts", "failures"},
+    {"config", "json_lines", "keyed_random", "distributed"},
     {"ops"},
     {"nn", "data"},
     {"methods", "weights"},

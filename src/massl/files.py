@@ -6,6 +6,7 @@ a FIFO; what is appended to or locked is a file in its place, not a link to anot
 
 import contextlib
 import errno
+import fcntl
 import os
 import platform
 import stat
@@ -42,11 +43,17 @@ def write_atomically(path: Path, content: bytes | str) -> None:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def read_limited(path: Path, *, max_bytes: int) -> bytes:
-    """The bytes of a file; an OSError if it is larger, or no file but a FIFO or a device."""
+def read_limited(path: Path, *, max_bytes: int, waits_for_writer: bool = False) -> bytes:
+    """The bytes of a file; an OSError if it is larger, or no file but a FIFO or a device.
+
+    `waits_for_writer`: until no process holds its lock (flock).
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
         size = _size_of_file(descriptor)
+        if waits_for_writer:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            size = _size_of_file(descriptor)
         if size > max_bytes:
             too_large = f"{size / 2**20:,.0f} MiB are more than the {max_bytes / 2**20:,.0f} allowed"
             raise OSError(errno.EFBIG, too_large, str(path))

@@ -325,3 +325,19 @@ def test_the_folder_of_a_comparison_stands_for_its_runs(
     answer = massl_here("report", tmp_path / "apart", "--output", tmp_path / "r.html")
     assert answer.status == 1
     assert "comparison.json" in answer.text
+
+
+def test_a_report_of_a_strangers_run_changes_no_file(copy_of: Callable[[str], Path], tmp_path: Path) -> None:
+    theirs, own = copy_of("theirs"), tmp_path / "notes.txt"
+    own.write_text("first\nlast line without its break")
+    before = own.read_bytes()
+    (theirs / "results.jsonl").symlink_to(own)
+    for name, rejected in (("ev", own), ("dangling", tmp_path / "new.txt")):
+        (theirs / name).mkdir()
+        (theirs / name / "results.jsonl").write_text("touch pwned")
+        (theirs / name / "results.rejected.jsonl").symlink_to(rejected)
+    (theirs / "loop").mkdir()
+    (theirs / "loop" / "results.jsonl").symlink_to("results.jsonl")
+    report([theirs], output=tmp_path / "r.html", figures=False)
+    assert own.read_bytes() == before
+    assert not (tmp_path / "new.txt").exists()

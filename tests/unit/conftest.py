@@ -1,4 +1,7 @@
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,25 @@ class _WithRows:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         kernel, num_rows = self._kernel, self._num_rows
         return lambda *operands, **sizes: kernel[grid](*operands, **{**sizes, "ROWS": num_rows})
+
+
+@pytest.fixture
+def make_fifo() -> Iterator[Callable[[Path], Path]]:
+    """make_fifo(path): a FIFO. Who opens it and waits gets no bytes, so that a test of it fails and does not hang."""
+    writers: list[tuple[Path, threading.Thread]] = []
+
+    def make(path: Path) -> Path:
+        os.mkfifo(path)
+        writer = threading.Thread(target=lambda: path.open("wb").close(), daemon=True)
+        writer.start()
+        writers.append((path, writer))
+        return path
+
+    yield make
+    for path, writer in writers:
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        writer.join(timeout=10)
+        os.close(reader)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from massl.data.sources.base import ImageSource
 from massl.evaluations.features import Extractor
 from massl.evaluations.protocols.attention import attention_size
 from massl.evaluations.protocols.correspondence import CorrespondenceSettings
+from massl.files import replacing
 from massl.nn.token_readout import has_class_token
 from massl.reports.pictures.attention import AttentionDrawing, draw_attention
 from massl.reports.pictures.correspondence import draw_pairs
@@ -265,7 +266,8 @@ def _neighbour_tiles(query: ShownImage, found: Sequence[ShownImage]) -> list[Til
 def _save(picture: Image.Image, path: Path) -> Path:
     if distributed.is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
+        with replacing(path) as partial:
+            picture.save(partial, format="PNG")
     return path
 
 

@@ -47,7 +47,7 @@ class Setting:
     def parse(cls, text: str) -> "Setting":
         """Read the text of results.jsonl; `str` of the outcome is the same text."""
         statistic: Statistic = "mean" if text.endswith(" mean") else "deviation" if text.endswith(" deviation") else ""
-        head, *remarks = re.split(r", (?![^()]*\))", text.removesuffix(f" {statistic}"))  # not inside parentheses
+        head, *remarks = _split_at_commas(text.removesuffix(f" {statistic}"))
         parts = re.fullmatch(r"(.*?)(?:(?:^| )k=(\d+))?(?: \(([^()]*)\))?", head, re.DOTALL)
         assert parts is not None
         name, k, note = parts.groups()
@@ -59,6 +59,21 @@ class Setting:
             statistic=statistic,
         )
         return setting if str(setting) == text else cls(name=text)
+
+
+def _split_at_commas(text: str) -> list[str]:
+    """The parts between commas, but not those inside parentheses."""
+    parts: list[str] = []
+    current: list[str] = []  # pieces of the last part
+    pieces = re.split(r"([()])", text)
+    for piece, parenthesis in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+        first, *others = [piece] if parenthesis == ")" else piece.split(", ")
+        current.append(first)
+        for other in others:
+            parts.append("".join(current))
+            current = [other]
+        current.append(parenthesis)
+    return [*parts, "".join(current)]
 
 
 @dataclass(frozen=True, kw_only=True)

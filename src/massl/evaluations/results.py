@@ -1,6 +1,5 @@
 """results.jsonl: every measured number with its origin. Rows are only appended; the newest of its kind counts."""
 
-import contextlib
 import fcntl
 import io
 import json
@@ -18,8 +17,8 @@ from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 
 from massl.config import explain
 from massl.evaluations.measurement import EvaluationError, Setting
-from massl.files import make_folder
-from massl.json_lines import JsonLine, in_words, parse_json_lines, set_aside
+from massl.files import make_folder, open_in_place, read_limited
+from massl.json_lines import MAX_LOG_BYTES, MOST_DAMAGED, JsonLine, in_words, parse_json_lines, rejected_file, set_aside
 
 RESULTS_FILE = "results.jsonl"
 
@@ -77,14 +76,23 @@ class ResultRow:
 _ROW = TypeAdapter(ResultRow)
 
 
+def require_own_files(path: Path) -> None:
+    """Raise if `append_rows` would refuse this file: a link may lead to any file of the user."""
+    for file in (path, rejected_file(path)):
+        if file.is_symlink():
+            raise EvaluationError(
+                f"{file} is a link, and results are not written through links; remove it or name another folder"
+            )
+
+
 def append_rows(path: Path, rows: Sequence[ResultRow]) -> None:
-    """Append rows in one write: all or, after an error, none."""
+    """Append rows in one write: all or, after an error, none. Half a last line, left by a crash, is set aside first."""
     if not rows:
         return
     added = "".join(json.dumps({**vars(row), "setting": str(row.setting)}) + "\n" for row in rows).encode()
     try:
         make_folder(path.parent)
-        with path.open("a+b", buffering=0) as file:
+        with open_in_place(path, os.O_APPEND) as opened, io.FileIO(opened.fileno(), "a+", closefd=False) as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # two evaluations may share a file; released on close
             end = _mend(file, path)
             try:
@@ -99,41 +107,38 @@ def append_rows(path: Path, rows: Sequence[ResultRow]) -> None:
 def read_rows(path: Path, *, warn: Callable[[str], None] = warnings.warn) -> list[ResultRow]:
     """All rows in file order; none if there is no file.
 
-    `warn` is told of lines that are no results; they stay in the file. Half a last line, left by a crash, is set aside.
+    `warn` is told of lines that are no results. The file stays as it is; half a last line, left by a crash, is no row.
     """
     try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH)  # waits for a write in progress
-            lines = parse_json_lines(file.read())
+        content = read_limited(path, max_bytes=MAX_LOG_BYTES, waits_for_writer=True)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise EvaluationError(f"cannot read the results in {path}: {error}; name another folder") from error
-    rows, damaged = [], []
-    for line in lines:
+    rows: list[ResultRow] = []
+    damaged: list[tuple[int, str]] = []
+    for line in parse_json_lines(content):
         row = _parsed(line)
         if isinstance(row, ResultRow):
             rows.append(row)
         elif line.is_ended:
             damaged.append((line.number, f"is no result of massl ({row})"))
-    if lines and not lines[-1].is_ended:
-        # suppressed: a read-only file stays as it is
-        with contextlib.suppress(OSError), path.open("a+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            _mend(file, path)
+            if len(damaged) > MOST_DAMAGED:
+                raise EvaluationError(f"{path}: more than {MOST_DAMAGED:,} lines are no results; name another folder")
     if damaged:
         warn(f"{in_words(path, damaged)}: left out; correct or delete it in {path}")
     return rows
 
 
 def newest(rows: Iterable[ResultRow]) -> list[ResultRow]:
-    """For each measurement of the same weights, images and precision the latest row, at the place of the first."""
+    """For each measurement of the same weights, images and precision the last row, at the place of the first.
+
+    Rows are only appended, so their order decides: a clock may have been wrong.
+    """
     latest: dict[tuple[str | Setting, ...], ResultRow] = {}
     for row in rows:
         key = (row.protocol, row.data, row.setting, row.metric, row.weights, row.precision, row.images)
-        before = latest.get(key)
-        if before is None or datetime.fromisoformat(row.created) >= datetime.fromisoformat(before.created):
-            latest[key] = row
+        latest[key] = row
     return list(latest.values())
 
 
@@ -156,7 +161,7 @@ def _mend(file: io.FileIO, path: Path) -> int:
     content = file.read()
     end = content.rfind(b"\n") + 1
     if end < len(content):
-        lines = parse_json_lines(content[end:])
+        lines = list(parse_json_lines(content[end:]))
         if lines and isinstance(_parsed(lines[0]), ResultRow):
             _write(file, b"\n")
             end = len(content) + 1

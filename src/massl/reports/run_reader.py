@@ -4,16 +4,15 @@ A page shows whatever can be read and lists problems as remarks. A comparison re
 its numbers wrong is an error.
 """
 
-import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from massl.config import flatten, read_yaml
-from massl.json_lines import JsonLine, read_json_lines
+from massl.json_lines import MOST_DAMAGED, JsonLine, read_json, read_json_lines
 from massl.reports.runs import PROBE_METRICS, Run, RunError, TrainingWarning
 
 _IN_EVERY_RECIPE = ("method.name", "backbone.name", "data.source", "trainer.epochs", "trainer.batch_size")
@@ -96,8 +95,8 @@ def _read_recipe(folder: Path, *, made_by: str) -> tuple[dict[str, Any], str]:
 def _read_environment(file: Path, remarks: _Remarks) -> dict[str, Any]:
     for_one = "minutes are counted for one process"
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values = read_json(file)
+    except (OSError, ValueError) as error:
         remarks.problem(f"environment.json cannot be read ({error}), so device and versions are unknown", for_one)
         return _UNKNOWN_MACHINE
     known: dict[str, Any] = values if isinstance(values, dict) else {}
@@ -112,12 +111,12 @@ def _read_environment(file: Path, remarks: _Remarks) -> dict[str, Any]:
     return known | {key: _UNKNOWN_MACHINE[key] for key in missing}
 
 
-def _lines_of(file: Path, remarks: _Remarks) -> list[JsonLine]:
+def _lines_of(file: Path, remarks: _Remarks) -> Iterator[JsonLine]:
     try:
         return read_json_lines(file)
-    except OSError as error:  # a folder, or no permission
+    except OSError as error:  # a folder, too large, or no permission
         remarks.problem(f"{file.name} cannot be read ({error.strerror})", "it is left out")
-        return []
+        return iter(())
 
 
 def _read_rows(file: Path, remarks: _Remarks) -> tuple[Mapping[str, float], ...]:
@@ -125,14 +124,15 @@ def _read_rows(file: Path, remarks: _Remarks) -> tuple[Mapping[str, float], ...]
     if not file.exists():
         remarks.problem("metrics.jsonl is missing, so training has not begun")
         return ()
-    lines = [line for line in _lines_of(file, remarks) if line.is_ended or not remarks.strict]
-    if not lines:
-        remarks.problem("metrics.jsonl is empty so far; the first row comes after the first probe")
     rows: dict[float, Mapping[str, float]] = {}
     damaged: list[str] = []
+    num_lines = 0
     names: dict[str, None] = {}  # of the metrics, in the order they appear
     unusable: Counter[str] = Counter()
-    for line in lines:
+    for line in _lines_of(file, remarks):
+        if remarks.strict and not line.is_ended:
+            continue
+        num_lines += 1
         try:
             row = _parsed(line)
             if remarks.strict:
@@ -140,6 +140,11 @@ def _read_rows(file: Path, remarks: _Remarks) -> tuple[Mapping[str, float], ...]
         except ValueError as error:
             if line.is_ended:
                 damaged.append(f"line {line.number} of metrics.jsonl {error}")
+                if len(damaged) > MOST_DAMAGED:
+                    remarks.problem(
+                        f"more than {MOST_DAMAGED:,} lines of metrics.jsonl are no rows", "it is read no further"
+                    )
+                    break
             else:
                 remarks.append("the last line of metrics.jsonl is half written and left out")
             continue
@@ -147,6 +152,8 @@ def _read_rows(file: Path, remarks: _Remarks) -> tuple[Mapping[str, float], ...]
         names |= dict.fromkeys(drawn)
         rows[row["step"]] = drawn
         unusable.update(_why_unusable(key, value) for key, value in row.items() if not _is_number(value))
+    if not num_lines:
+        remarks.problem("metrics.jsonl is empty so far; the first row comes after the first probe")
     for problem in damaged[:_MOST_REMARKS]:
         remarks.problem(problem, "it is left out")
     if len(damaged) > _MOST_REMARKS:
@@ -219,8 +226,8 @@ def _read_baseline(file: Path, remarks: _Remarks) -> tuple[float | None, int | N
     if not file.is_file():
         return None, None
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        values = read_json(file)
+    except (OSError, ValueError) as error:
         remarks.append(f"{file.name} is not valid JSON ({error}) and left out")
         return None, None
     known = values if isinstance(values, dict) else {}
@@ -236,15 +243,20 @@ def _read_warnings(file: Path, remarks: _Remarks) -> tuple[TrainingWarning, ...]
     if not file.exists():
         return ()
     problems = _Remarks(remarks.folder, strict=False)
-    found = [_warning(line.row or {}) for line in _lines_of(file, problems)]
+    different: dict[TrainingWarning, None] = {}
+    num_lost = 0
+    for line in _lines_of(file, problems):
+        warning = _warning(line.row or {})
+        if warning is None:
+            num_lost += 1
+        else:
+            different[warning] = None
     remarks += problems
-    num_lost = found.count(None)
     if num_lost:
         remarks.append(f"{num_lost:,} line{'' if num_lost == 1 else 's'} of {file.name} cannot be read and left out")
-    different = tuple(dict.fromkeys(warning for warning in found if warning is not None))
     if len(different) > _MOST_WARNINGS:
         remarks.append(f"{len(different) - _MOST_WARNINGS:,} more warnings of {file.name} are left out")
-    return different[:_MOST_WARNINGS]
+    return tuple(different)[:_MOST_WARNINGS]
 
 
 def _warning(values: Mapping[str, Any]) -> TrainingWarning | None:

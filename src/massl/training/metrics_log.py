@@ -2,17 +2,21 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from massl.files import write_atomically
-from massl.json_lines import JsonLine, in_words, read_json_lines, rejected_file, set_aside
+from massl.config import MasslError
+from massl.files import open_in_place, write_atomically
+from massl.json_lines import MOST_DAMAGED, JsonLine, in_words, read_json_lines, rejected_file, set_aside
 
 # Entries that depend on the machine; two runs of one recipe agree in all others.
 TIMING_KEYS = frozenset({"images_per_second", "peak_memory_gib"})
+_MOVE_IT = "move it elsewhere, and the run continues without it"
+_MAX_BYTES = 2**30  # of the run's own logs; two million rows of 500 bytes
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -30,12 +34,11 @@ class MetricsLog:
         self.path = folder / "metrics.jsonl"
         self._warnings = folder / "warnings.jsonl"  # created by the first warning
         self._show = warn
-        kept = _keep_rows(self.path, up_to=resume_step, warn=warn)
-        self.probed = [row for row in kept if "effective_rank" in row]  # rows of earlier probes
-        if self._warnings.exists():
+        self.probed = _keep_rows(self.path, up_to=resume_step, warn=warn)  # rows of earlier probes
+        if os.path.lexists(self._warnings):
             _keep_rows(self._warnings, up_to=resume_step, warn=warn)
         self._written = [row.get("warning") for row in read_metrics(self._warnings)]
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = open_in_place(self.path, os.O_APPEND)
         purge_step = None if resume_step is None else resume_step + 1
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
@@ -56,7 +59,7 @@ class MetricsLog:
 
     def warn(self, step: int, warning: str) -> None:
         self._written.append(warning)
-        with self._warnings.open("a", encoding="utf-8") as file:
+        with open_in_place(self._warnings, os.O_APPEND) as file:
             file.write(_line({"step": step, "warning": warning}))
 
     def caution(self, step: int, warning: str) -> None:
@@ -70,29 +73,46 @@ class MetricsLog:
 
 
 def _keep_rows(path: Path, *, up_to: int | None, warn: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Keep only rows of steps up to `up_to`, byte for byte; None keeps no row. Damaged rows are set aside."""
+    """Keep only rows of steps up to `up_to`, byte for byte; None keeps no row. Damaged rows are set aside.
+
+    Returns the rows of probes that are kept.
+    """
     limit = -math.inf if up_to is None else up_to
-    lines = read_json_lines(path)
-    problems = {line.number: _problem(line) for line in lines}
-    sound = [line for line in lines if not problems[line.number]]
-    kept = [line for line in sound if _step(line) <= limit]
-    last_kept = kept[-1].number if kept else 0
-    for line in sound:  # rows are written in the order of their steps
-        if _step(line) > limit and line.number < last_kept:
-            problems[line.number] = f"has step {_step(line)} before rows of smaller steps"
-    damaged = [line for line in lines if problems[line.number]]
+    kept: list[bytes] = []
+    probed: list[dict[str, Any]] = []
+    last_kept = 0
+    later: list[tuple[int, bytes, float]] = []  # number, content and step
+    damaged: list[tuple[int, bytes, str]] = []  # number, content and problem
+    for line in _own_lines(path):
+        if problem := _problem(line):
+            damaged.append((line.number, line.content, problem))
+            if len(damaged) > MOST_DAMAGED:
+                raise MasslError(f"{path}: more than {MOST_DAMAGED:,} lines are no rows of massl; {_MOVE_IT}")
+        elif line.row is not None and line.row["step"] <= limit:
+            kept.append(line.content)
+            last_kept = line.number
+            probed += [line.row] if "effective_rank" in line.row else []
+        elif line.row is not None:
+            later.append((line.number, line.content, line.row["step"]))
+    damaged += [
+        (number, content, f"has step {step} before rows of smaller steps")  # rows are written in the order of steps
+        for number, content, step in later
+        if number < last_kept
+    ]
     if damaged:
-        set_aside(path, [line.content for line in damaged])
-        named = in_words(path, [(line.number, problems[line.number]) for line in damaged])
+        damaged.sort()
+        set_aside(path, [content for _, content, _ in damaged])
+        named = in_words(path, [(number, problem) for number, _, problem in damaged])
         warn(f"{named}: kept aside in {rejected_file(path)}; all other rows are kept")
-    write_atomically(path, b"".join(line.content + b"\n" for line in kept))
-    return [line.row for line in kept if line.row is not None]
+    write_atomically(path, b"".join(content + b"\n" for content in kept))
+    return probed
 
 
-def _step(line: JsonLine) -> float:
-    assert line.row is not None
-    step: float = line.row["step"]
-    return step
+def _own_lines(path: Path) -> Iterator[JsonLine]:
+    try:
+        return read_json_lines(path, max_bytes=_MAX_BYTES)
+    except OSError as error:
+        raise MasslError(f"{path} cannot be read ({error.strerror}); {_MOVE_IT}") from error
 
 
 def _problem(line: JsonLine) -> str:
@@ -105,5 +125,5 @@ def _problem(line: JsonLine) -> str:
     return ""
 
 
-def _line(row: Mapping[str, float | str]) -> str:
-    return json.dumps(row) + "\n"
+def _line(row: Mapping[str, float | str]) -> bytes:
+    return json.dumps(row).encode() + b"\n"

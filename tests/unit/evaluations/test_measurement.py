@@ -1,8 +1,10 @@
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from massl.evaluations.measurement import AS_PUBLISHED, Setting, Statistic
+from massl.evaluations.measurement import AS_PUBLISHED, Setting, Statistic, _split_at_commas
 
 # text, then name, k, note, remarks and statistic
 EXAMPLES: list[tuple[str, str, int | None, str, tuple[str, ...], Statistic]] = [
@@ -32,6 +34,17 @@ def test_a_setting_is_written_as_text_and_read_back(
 
 @given(st.text(alphabet="k=012 ,()mean") | st.text())
 def test_any_text_that_is_read_is_written_as_it_was(text: str) -> None:
+    assert str(Setting.parse(text)) == text
+
+
+@given(st.text(alphabet="a ,()"))
+def test_remarks_are_parted_at_commas_outside_parentheses(text: str) -> None:
+    """As by the expression that states it, whose time is quadratic."""
+    assert _split_at_commas(text) == re.split(r", (?![^()]*\))", text)
+
+
+def test_a_long_text_of_many_commas_is_read_in_linear_time() -> None:
+    text = "a, " * 350_000 + ")"
     assert str(Setting.parse(text)) == text
 
 

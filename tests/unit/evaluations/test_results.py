@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from massl.evaluations.measurement import EvaluationError, Setting
-from massl.evaluations.results import ResultRow, append_rows, newest, read_rows
+from massl.evaluations.results import ResultRow, append_rows, newest, read_rows, require_own_files
 from massl.json_lines import rejected_file
 
 
@@ -115,13 +116,9 @@ def test_a_file_cut_off_anywhere_keeps_its_whole_rows_and_takes_new_ones(
     num_whole = sum(len(b"\n".join(whole.split(b"\n")[: number + 1])) <= len(kept) for number in range(3))
     if reads_before:
         assert read_rows(path) == rows[:num_whole]
-        assert path.read_bytes() in (b"", whole[: whole.find(b"\n") + 1], *(_lines(whole, number) for number in (2, 3)))
+        assert path.read_bytes() == kept
     append_rows(path, [result(setting="k=200")])
     assert read_rows(path) == [*rows[:num_whole], result(setting="k=200")]
-
-
-def _lines(content: bytes, number: int) -> bytes:
-    return b"".join(line + b"\n" for line in content.split(b"\n")[:number])
 
 
 def test_a_last_row_that_lacks_only_its_line_break_counts(tmp_path: Path) -> None:
@@ -129,7 +126,9 @@ def test_a_last_row_that_lacks_only_its_line_break_counts(tmp_path: Path) -> Non
     whole = path.read_bytes()
     path.write_bytes(whole.removesuffix(b"\n"))
     assert read_rows(path) == [result(), result(metric="top5")]
-    assert path.read_bytes() == whole
+    append_rows(path, [result(metric="top3")])
+    assert read_rows(path) == [result(), result(metric="top5"), result(metric="top3")]
+    assert path.read_bytes().startswith(whole)
 
 
 @pytest.mark.parametrize(
@@ -164,12 +163,14 @@ def test_a_bad_line_is_left_out_with_its_number_and_stays_in_the_file(tmp_path: 
     assert path.read_bytes().startswith(content)
 
 
-def test_half_a_last_line_is_set_aside(tmp_path: Path) -> None:
+def test_half_a_last_line_is_set_aside_by_the_next_writer_only(tmp_path: Path) -> None:
     path = file_with(tmp_path, result())
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"protocol": \xff')
     assert read_rows(path) == [result()]
-    assert path.read_bytes() == whole
+    assert (path.read_bytes(), rejected_file(path).exists()) == (whole + b'{"protocol": \xff', False)
+    append_rows(path, [result()])
+    assert path.read_bytes() == whole + whole
     assert rejected_file(path).read_bytes() == b'{"protocol": \xff\n'
 
 
@@ -229,24 +230,75 @@ def test_a_write_that_is_under_way_is_waited_for_and_not_taken_for_a_crash(tmp_p
     assert found == (rows if work == "read" else None)
 
 
+# ---- files of strangers ----------------------------------------------------------------------------------------------
+
+
+def test_reading_changes_no_file_whatever_the_folder_holds(tmp_path: Path) -> None:
+    own = tmp_path / ".bashrc"
+    own.write_text("first\nlast line without its break")
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    path = folder / "results.jsonl"
+    path.write_text("touch pwned")
+    rejected_file(path).symlink_to(own)
+    before = own.read_bytes()
+    assert read_rows(path) == []
+    assert (own.read_bytes(), path.read_text()) == (before, "touch pwned")
+    path.unlink()
+    path.symlink_to(own)
+    assert read_rows(path, warn=lambda message: None) == []
+    assert own.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "results.rejected.jsonl"])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, is_there: bool) -> None:
+    own = tmp_path / "notes.txt"
+    if is_there:
+        own.write_text("first\nlast line without its break")
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "results.jsonl").write_text("touch pwned")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(own)
+    before = own.read_bytes() if is_there else None
+    with pytest.raises(EvaluationError, match="cannot write results"):
+        append_rows(folder / "results.jsonl", [result()])
+    with pytest.raises(EvaluationError, match=name):
+        require_own_files(folder / "results.jsonl")
+    assert (own.read_bytes() if own.exists() else None) == before
+
+
+def test_a_folder_that_is_a_link_is_written_to(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "results").symlink_to(tmp_path / "disk")
+    require_own_files(tmp_path / "results" / "results.jsonl")
+    file_with(tmp_path / "results", result())
+    assert read_rows(tmp_path / "disk" / "results.jsonl") == [result()]
+
+
+def test_a_fifo_in_place_of_the_file_is_refused(tmp_path: Path, make_fifo: Callable[[Path], Path]) -> None:
+    with pytest.raises(EvaluationError, match="cannot read the results"):
+        read_rows(make_fifo(tmp_path / "results.jsonl"))
+
+
+def test_a_file_of_countless_other_lines_is_no_file_of_results(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_bytes(b"{}\n" * 110_000)
+    with pytest.raises(EvaluationError, match="more than 100,000 lines"):
+        read_rows(tmp_path / "results.jsonl")
+
+
 # ---- the newest ------------------------------------------------------------------------------------------------------
 
 
-def test_the_latest_of_equal_rows_counts_wherever_it_stands() -> None:
-    old, new = result(value=1.0), result(value=2.0, created="2024-07-22T00:00:00+00:00")
-    assert newest([old, new]) == newest([new, old]) == [new]
+def test_the_last_of_equal_rows_counts_whatever_the_clock_said() -> None:
+    first, last = result(value=1.0, created="9999-07-22T00:00:00+00:00"), result(value=2.0)
+    assert newest([first, last]) == [last]
+    assert newest([last, first]) == [first]
 
 
 def test_of_rows_of_one_second_the_last_counts() -> None:
     assert newest([result(value=1.0), result(value=2.0)]) == [result(value=2.0)]
-
-
-def test_times_are_compared_as_times_not_as_text() -> None:
-    early, late = (
-        result(value=1.0, created="2024-07-21T12:00:00Z"),
-        result(value=2.0, created="2024-07-21T12:00:00.500000+00:00"),
-    )
-    assert newest([late, early]) == [late]
 
 
 @pytest.mark.parametrize("name", ["protocol", "data", "setting", "metric", "weights", "precision", "images"])

@@ -342,3 +342,32 @@ def test_a_recipe_that_lacks_what_is_compared_is_refused(make_run: MakeRun) -> N
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.raises(RunError, match=r"recipe.yaml lacks trainer.batch_size"):
         read_run(folder, strict=True)
+
+
+# ---- folders of strangers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["environment.json", "metrics.jsonl", "warnings.jsonl"])
+def test_a_fifo_blocks_no_reader(make_run: MakeRun, make_fifo: Callable[[Path], Path], name: str) -> None:
+    folder = make_run("a")
+    (folder / name).unlink(missing_ok=True)
+    make_fifo(folder / name)
+    assert any(name in remark and "not a file" in remark for remark in read_run(folder).remarks)
+
+
+@pytest.mark.parametrize("name", ["environment.json", "metrics.jsonl", "warnings.jsonl", "baseline.json"])
+def test_a_file_that_is_too_large_is_left_out_and_named(make_run: MakeRun, name: str) -> None:
+    folder = make_run("a")
+    with (folder / name).open("wb") as file:
+        file.truncate(2**30)  # takes no room
+    assert any(name in remark and "MiB are more" in remark for remark in read_run(folder).remarks)
+
+
+def test_metrics_of_countless_other_lines_are_read_no_further(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    metrics = folder / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes() + b"{}\n" * 110_000 + metrics.read_bytes().replace(b"20,", b"30,"))
+    run = read_run(folder)
+    assert [row["step"] for row in run.rows] == [0, 5, 10, 15, 20]
+    assert any("more than 100,000 lines of metrics.jsonl" in remark for remark in run.remarks)
+    assert len(run.remarks) < 30

@@ -1,6 +1,7 @@
+import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from massl.config import MasslError
 from massl.json_lines import rejected_file
 from massl.training.metrics_log import TIMING_KEYS, MetricsLog, read_metrics
 
@@ -188,3 +190,42 @@ def test_tensorboard_shows_the_same_values_and_none_of_those_a_resumed_run_dropp
 
 def test_only_time_and_memory_may_differ_between_two_runs() -> None:
     assert frozenset({"images_per_second", "peak_memory_gib"}) == TIMING_KEYS
+
+
+# ---- folders of strangers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "warnings.jsonl"])
+@pytest.mark.parametrize("content", [None, "own notes", '{"step": 1}\n{"step": 99}\nown notes'])
+@pytest.mark.parametrize("is_rejected_file", [True, False])
+def test_logs_write_through_no_link(tmp_path: Path, name: str, content: str | None, is_rejected_file: bool) -> None:
+    own = tmp_path / "notes.txt"
+    if content is not None:
+        own.write_text(content)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    link = rejected_file(folder / name) if is_rejected_file else folder / name
+    if is_rejected_file:
+        (folder / name).write_text("touch pwned")
+    link.symlink_to(own)
+    with contextlib.suppress(OSError), log(folder, resume_step=5) as opened:
+        opened.write({"step": 6, "loss": 0.5})
+        opened.warn(6, "slow")
+    assert (own.read_text() if own.exists() else None) == content
+    if is_rejected_file:
+        assert (folder / name).read_text() == "touch pwned"
+
+
+def test_a_fifo_blocks_no_run(tmp_path: Path, make_fifo: Callable[[Path], Path]) -> None:
+    make_fifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(MasslError, match=r"metrics.jsonl cannot be read"), log(tmp_path, resume_step=5):
+        pass
+
+
+def test_a_file_of_countless_other_lines_stays_as_it_is(tmp_path: Path) -> None:
+    content = b"{}\n" * 110_000
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(MasslError, match="more than 100,000 lines"), log(tmp_path, resume_step=5):
+        pass
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
+    assert not rejected_file(tmp_path / "metrics.jsonl").exists()

@@ -14,6 +14,7 @@ from massl.config import MasslError, RecipeError, flatten
 from massl.data.order import EpochOrder
 from massl.data.sources import open_source
 from massl.files import write_atomically
+from massl.json_lines import read_json
 
 # The first interval compiles or records the step, the second may record it again (when DINO's prototypes start to
 # train); the third is measured.
@@ -128,9 +129,10 @@ def _recorded(folder: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        return {"minutes": float(values["minutes"]), "runs": dict(values["runs"])}
-    except (ValueError, KeyError, TypeError):
+        values = read_json(file)
+        runs = {name: dict(planned) for name, planned in values["runs"].items()}
+        return {"minutes": float(values["minutes"]), "runs": runs}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise MasslError(f"{file} is not as massl compare --minutes writes it; choose another --output") from None
 
 

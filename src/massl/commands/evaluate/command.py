@@ -23,7 +23,8 @@ from massl.evaluations.base import EvaluationData
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import EvaluationError, Measurement
 from massl.evaluations.protocols import PROTOCOLS
-from massl.evaluations.results import RESULTS_FILE, ResultRow, append_rows, newest, read_rows
+from massl.evaluations.results import RESULTS_FILE, ResultRow, append_rows, newest, read_rows, require_own_files
+from massl.files import write_atomically
 from massl.nn.token_readout import UnsuitableModel
 from massl.reports.tables import ResultsTable, as_markdown, results_table, transfer_averages
 from massl.weights.io import own_image_size
@@ -88,6 +89,7 @@ def _run(extractor: Extractor, request: EvaluationRequest, folder: Path, console
     jobs, missing = jobs_of(request)
     require_writable(folder)
     rows = read_rows(folder / RESULTS_FILE, warn=lambda message: print_line(console, message, style="yellow"))
+    require_own_files(folder / RESULTS_FILE)  # before anything is measured
     distributed.barrier()  # all processes have read the same rows before one adds to them
     known = set() if request.again else {row.run for row in rows}
     unreadable = UnreadableLeftOut(console)
@@ -216,7 +218,7 @@ def _print_results(rows: list[ResultRow], missing: Mapping[str, str], failed: Ma
 def _write_table(rows: list[ResultRow], folder: Path) -> None:
     """All results in the folder, of any model, as Markdown."""
     if rows:
-        (folder / _TABLE_FILE).write_text(as_markdown(_table(rows)) + "\n", encoding="utf-8")
+        write_atomically(folder / _TABLE_FILE, as_markdown(_table(rows)) + "\n")
 
 
 def _table(rows: list[ResultRow]) -> ResultsTable:

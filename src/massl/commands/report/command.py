@@ -1,6 +1,7 @@
 """`massl report`: gathers runs, results and pictures and writes the page."""
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -172,7 +173,7 @@ def _results(runs: Sequence[Run], folders: Sequence[str]) -> tuple[list[ResultRo
         files.append(file)
     rows: list[ResultRow] = []
     remarks: list[str] = []
-    for file in dict.fromkeys(path.resolve() for path in files):
+    for file in dict.fromkeys(Path(os.path.realpath(path)) for path in files):
         try:
             rows += read_rows(file, warn=remarks.append)
         except EvaluationError as error:

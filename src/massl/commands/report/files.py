@@ -1,12 +1,12 @@
 """The file that a report is written to, and the run folders of a comparison."""
 
-import json
 import os
 from pathlib import Path
 
 from massl.commands.console import require_writable
 from massl.config import MasslError
 from massl.files import write_atomically
+from massl.json_lines import read_json
 
 _PAGE_BEGINS = b"<!doctype html"
 
@@ -49,11 +49,11 @@ def runs_of_comparison(folder: Path) -> list[Path]:
     if (folder / "recipe.yaml").exists() or not file.is_file():
         return [folder]
     try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
-        names = [Path(run["folder"]).name for run in plain["runs"]] + [str(name) for name in plain["failed"]]
-    except (ValueError, TypeError, KeyError):
+        plain = read_json(file)
+        names = [Path(name).name for name in (*(run["folder"] for run in plain["runs"]), *plain["failed"])]
+        runs = [folder / name for name in dict.fromkeys(names) if (folder / name / "recipe.yaml").is_file()]
+    except (OSError, ValueError, TypeError, KeyError):
         raise MasslError(f"{file} is not what massl compare writes; name the run folders themselves") from None
-    runs = [folder / name for name in dict.fromkeys(names) if (folder / name / "recipe.yaml").is_file()]
     if not runs:
-        raise MasslError(f"{folder}: the runs of this comparison are gone; name their folders: {', '.join(names)}")
+        raise MasslError(f"{folder}: the runs of this comparison are gone; name their folders: {', '.join(names[:20])}")
     return runs

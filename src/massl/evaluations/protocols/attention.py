@@ -17,6 +17,7 @@ from massl.data.sources.base import ImageSource
 from massl.evaluations.base import EvaluationData, ProtocolEntry, require_finite
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import Measurement, Setting
+from massl.files import replacing, write_atomically
 from massl.nn.token_readout import class_attention, require_patches
 from massl.ops.scoring.attention_maps import attention_tiles, mass_mask
 from massl.weights.models import LoadedModel
@@ -113,12 +114,13 @@ def measure_attention(extractor: Extractor, data: EvaluationData, settings: Atte
 
 def save_picture(path: Path, picture: Tensor) -> None:  # uint8 [H, W, 3]
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(picture.cpu().numpy()).save(path)
+    with replacing(path) as partial:
+        Image.fromarray(picture.cpu().numpy()).save(partial, format="PNG")
 
 
 def save_captions(folder: Path, figures: list[dict[str, object]], **common: object) -> None:
     """Write figures.json: what each figure of the folder shows, and what `common` says of all."""
-    (folder / "figures.json").write_text(json.dumps({**common, "figures": figures}, indent=2) + "\n", encoding="utf-8")
+    write_atomically(folder / "figures.json", json.dumps({**common, "figures": figures}, indent=2) + "\n")
 
 
 PROTOCOL = ProtocolEntry(

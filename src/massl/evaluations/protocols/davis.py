@@ -26,6 +26,7 @@ from massl.data.sources.files import FileListSource
 from massl.evaluations.base import EvaluationData, ProtocolEntry, require_finite
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import Measurement, Setting
+from massl.files import replacing
 from massl.nn.token_readout import last_layers, require_patches
 from massl.ops.image_ops import RaggedImages
 from massl.ops.scoring.label_propagation import (
@@ -207,7 +208,8 @@ def _as_picture(mask: Tensor, given: Image.Image) -> Image.Image:
 def _save(path: Path, picture: Image.Image) -> None:
     if distributed.is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
+        with replacing(path) as partial:
+            picture.save(partial, format="PNG")
 
 
 def _num_objects(first_mask: Tensor, video: Video) -> int:

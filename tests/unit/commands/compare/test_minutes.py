@@ -234,7 +234,20 @@ def test_runs_of_other_minutes_are_not_continued(
         refuse_other_minutes(tmp_path / "out", 3.0)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"minutes": "long", "runs": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"minutes": "long", "runs": {}}',
+        "[" * 100_000,
+        '{"minutes": 1.5, "runs": []}',
+        '{"minutes": 1.5, "runs": {"own": 5}}',
+        '{"minutes": 1' + "0" * 400 + ', "runs": {}}',
+    ],
+    ids=lambda text: text[:40],
+)
 def test_a_note_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "minutes.json").write_text(text)
     with pytest.raises(MasslError, match=r"minutes.json"):

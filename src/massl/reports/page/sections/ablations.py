@@ -1,7 +1,6 @@
 """Ablations: figure, table and what the numbers say."""
 
 import io
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from massl.config import MasslError
+from massl.json_lines import read_json
 from massl.reports.ablation.records import AblationReport, RunOutcome, report_of, table_of
 from massl.reports.ablation.trends import sentences_of
 from massl.reports.page.tables import page_table, table_markup
@@ -43,8 +43,8 @@ def ablations_section(files: Sequence[Path]) -> Section:
     parts = []
     for number, file in enumerate(files):
         try:
-            parts.append(_part(json.loads(file.read_text(encoding="utf-8")), number))
-        except (KeyError, TypeError, ValueError) as error:
+            parts.append(_part(read_json(file), number))
+        except (OSError, LookupError, AttributeError, TypeError, ValueError, ArithmeticError) as error:
             problem = f"{type(error).__name__}: {error}"
             raise PageError(f"{file} is not what massl ablate writes ({problem}); run the ablation again") from None
     return Section(id="ablations", title="Ablations", html=rendered("ablations.html.j2", {"parts": parts}))

@@ -71,7 +71,18 @@ def test_figures_follow_the_colours_of_the_page_and_share_no_ids(folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("{", "JSONDecodeError"), ("[]", "not what massl ablate writes"), ("{}", "KeyError")]
+    ("content", "said"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "not what massl ablate writes"),
+        ("{}", "KeyError"),
+        ("[" * 100_000, "nested too deep"),
+        ('{"points": [{"runs": [[1]]}]}', "AttributeError"),
+        (
+            '{"points": [], "kind": "memory-size", "default": 1, "measured": "knn", "chance": 0}',
+            "not what massl ablate writes",
+        ),
+    ],
 )
 def test_a_broken_file_is_refused_with_advice(folder: Path, content: str, said: str) -> None:
     (file,) = ablation_files(folder)
