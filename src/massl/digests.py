@@ -9,6 +9,7 @@ import hashlib
 import json
 import mmap
 import os
+import struct
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ _BLOCK = 4 << 20  # bytes hashed at once by one thread: 2 ms
 _MAX_HEADER = 100 << 20  # as safetensors allows
 _ZIP_BEGIN = b"PK\3\4"
 _ZIP_END, _ZIP_END_SIZE = b"PK\5\6", 22  # the record at the end of a zip file, and its size without a comment
+_ZIP64_SIZE = 56 + 20  # of the two records before it in a zip64 file, which torch.save writes
 _DOS_DIRECTORY = 0x10  # attribute of a zip entry, for which torch.load leaves the memory of a tensor as it was
 
 ReadAt = Callable[[int, int], bytes | bytearray]  # (first byte, number of bytes)
@@ -96,11 +98,36 @@ def check_zip(path: Path) -> None:
 
 def _refuse_packed(path: Path) -> None:
     """torch.save stores its entries as they are; one that is compressed or stored twice could fill the memory."""
+    _refuse_second_directory(path)
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
     if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
         raise DamagedFile("its entries are compressed or overlap, which torch.save never does")
+
+
+def _refuse_second_directory(path: Path) -> None:
+    """The list of entries must end where the end record begins: there zipfile looks for it, torch.load at its offset.
+
+    A file with two lists would show one to the checks and the other to torch.load.
+    """
+    with path.open("rb", buffering=0) as file:
+        read_at, size = _reader(file.fileno()), os.fstat(file.fileno()).st_size
+        first = max(0, size - (1 << 16) - _ZIP_END_SIZE)  # a comment has less than 64 KiB
+        place = first + read_at(first, size - first).rfind(_ZIP_END)
+        end = read_at(max(0, place), _ZIP_END_SIZE)
+        if place < first or len(end) < _ZIP_END_SIZE:
+            raise DamagedFile("it is damaged: its end is missing")
+        found, offset_at = struct.unpack("<LL", end[12:20]), place
+        before = read_at(max(0, place - _ZIP64_SIZE), min(place, _ZIP64_SIZE))
+        if before[-20:-16] == b"PK\6\7":
+            offset_at = place - _ZIP64_SIZE
+            found64 = struct.unpack("<QQ", before[40:56]) if before.startswith(b"PK\6\6") else (0, 0)
+            at = int.from_bytes(before[-12:-4], "little")
+            is_same = all(short in (long, 0xFFFFFFFF) for short, long in zip(found, found64, strict=True))
+            found = found64 if at == offset_at and is_same else (0, 0)
+    if sum(found) != offset_at:
+        raise DamagedFile("its list of entries is not where torch.save writes it")
 
 
 def _place_of_digits(read_at: ReadAt, size: int) -> int | None:

@@ -204,3 +204,24 @@ def test_published_weights_are_refused_before_anything_is_written(
     with pytest.raises(MasslError, match=key):
         massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", overrides=overrides)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_trained_anew_over_its_backbone(
+    train: Any, massl_here: Any, archive: Path, tmp_path: Path
+) -> None:
+    assert train("run", archive).status == 0
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    before = contents(tmp_path / "run")
+    answer = massl_here("pretrain", "--output", tmp_path / "run")
+    assert answer.status == 1
+    assert "no checkpoint" in answer.text
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    answer = massl_here("pretrain", "--output", tmp_path / "run")
+    assert answer.status == 1
+    assert "is a link" in answer.text
+    (tmp_path / "run" / "checkpoints").unlink()
+    assert contents(tmp_path / "run") == before
+    (tmp_path / "elsewhere").rename(tmp_path / "run" / "checkpoints")
+    answer = massl_here("pretrain", "--output", tmp_path / "run", "--trainer.max_steps", "4")
+    assert answer.status == 0, answer.text
+    assert "continuing at step 3 of 4" in answer.text

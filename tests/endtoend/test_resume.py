@@ -147,3 +147,16 @@ def test_run_of_another_recipe_is_refused_and_the_difference_named(command: Any,
     assert "optimizer.learning_rate was 0.01, now 0.5" in answer.text
     assert "Traceback" not in answer.text
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("call", ["checkpoint:CheckpointStore.save", "trainer:Trainer._write_backbone"])
+def test_a_kill_around_the_first_checkpoint_never_looks_like_lost_checkpoints(
+    command: Any, server: Any, runs: Any, uninterrupted: Path, tmp_path: Path, call: str, moment: str
+) -> None:
+    run = tmp_path / "run"
+    killed = server.run(*command(run), kill_at_call=[f"massl.training.{call}", 1, moment])
+    assert killed.status == -signal.SIGKILL
+    answer = server.run(*command(run))
+    assert answer.status == 0, answer.text
+    runs.assert_bitwise_equal(run, uninterrupted)

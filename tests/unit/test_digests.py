@@ -1,4 +1,6 @@
+import io
 import resource
+import struct
 import zipfile
 from pathlib import Path
 
@@ -144,3 +146,50 @@ def test_a_full_disk_within_the_digest_is_an_error(tmp_path: Path) -> None:
             seal_zip(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_second_list_of_entries_for_torch_alone_is_refused(tmp_path: Path) -> None:
+    """zipfile reads the list just before the end record, torch.load the one at its offset."""
+    shown, hidden = _plain_zip(zipfile.ZIP_STORED), _plain_zip(zipfile.ZIP_DEFLATED, num_values=9000)
+    (shown_size, shown_begin), (size, begin) = (struct.unpack("<LL", each[-10:-2]) for each in (shown, hidden))
+    assert size == shown_size
+    listed, at = bytearray(shown[shown_begin : shown_begin + size]), 0
+    while at < size:
+        (place,) = struct.unpack("<L", listed[at + 42 : at + 46])
+        listed[at + 42 : at + 46] = struct.pack("<L", place + begin - shown_begin)  # zipfile adds the rest
+        at += 46 + sum(struct.unpack("<3H", listed[at + 28 : at + 34]))
+    path = tmp_path / "a.pt"
+    path.write_bytes(hidden[:-22] + shown[:shown_begin] + listed + hidden[-22:])
+    with zipfile.ZipFile(path) as archive:
+        assert {entry.compress_type for entry in archive.infolist()} == {zipfile.ZIP_STORED}
+    assert torch.load(path, weights_only=True)["weight"].shape == (9000,)  # from the other list
+    with pytest.raises(DamagedFile, match="list of entries"):
+        check_zip(path)
+
+
+def _plain_zip(compression: int, *, num_values: int = 1000) -> bytes:
+    """What torch.save writes, without zip64."""
+    saved, plain = io.BytesIO(), io.BytesIO()
+    torch.save({"weight": torch.rand(num_values)}, saved)
+    with zipfile.ZipFile(saved) as source, zipfile.ZipFile(plain, "w", compression) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    return plain.getvalue()
+
+
+@pytest.mark.parametrize("at", [-22 - 12, -22 - 76 + 48, -22 + 16])
+def test_places_in_the_end_records_must_agree(tmp_path: Path, at: int) -> None:
+    """Of the zip64 record, of the list in it, and of the list in the plain record."""
+    path = tmp_path / "a.pt"
+    torch.save({"weight": torch.zeros(1000)}, path)
+    check_zip(path)
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    with pytest.raises((DamagedFile, zipfile.BadZipFile)):
+        check_zip(path)
+
+
+def test_a_plain_zip_file_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(_plain_zip(zipfile.ZIP_STORED))
+    check_zip(tmp_path / "a.pt")

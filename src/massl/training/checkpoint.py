@@ -1,5 +1,7 @@
 """Checkpoints: written atomically, with a digest; the last few are kept, milestones for good."""
 
+import contextlib
+import errno
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +16,8 @@ from massl.config import MasslError
 from massl.digests import check_zip, seal_zip
 from massl.files import make_folder, replacing
 
-_NAME = re.compile(r"step_(\d{9})\.pt")
+_NAME = re.compile(r"step_([0-9]{9})\.pt")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class CheckpointError(MasslError, RuntimeError):
@@ -47,14 +50,17 @@ class CheckpointStore:
         except (OSError, RuntimeError) as error:
             safe = self.steps()
             kept = f"The checkpoint of step {safe[-1]} is intact." if safe else "No earlier checkpoint exists."
+            cause = _root_cause(error)
+            is_other = isinstance(cause, OSError) and cause.errno not in _NO_SPACE
+            advice = "Mend this" if is_other else "Is the disk full? Free some space"
             raise CheckpointError(
-                f"could not write {path}: {_root_cause(error)}. Is the disk full? {kept} "
-                "Free some space and give the same command again to continue."
+                f"could not write {path}: {cause}. {kept} {advice} and give the same command again to continue."
             ) from error
         # those of later steps could not be read when the run continued: they do not count
         for old in [other for other in self.steps() if other <= step][: -self.keep_last]:
             if not (milestone_every and old % milestone_every == 0):
-                self.path(old).unlink(missing_ok=True)
+                with contextlib.suppress(IsADirectoryError):  # not ours
+                    self.path(old).unlink(missing_ok=True)
         return path
 
     def load_latest(
@@ -65,7 +71,7 @@ class CheckpointStore:
         for step in reversed(steps):
             try:
                 state = load_checkpoint(self.path(step))
-                if lacking := _lacking(state, like or {}):
+                if lacking := _lacking(state, like or {}) or _lacking_if_kept(state):
                     raise CheckpointError(f"the checkpoint {self.path(step)} lacks {lacking}")
                 if like and state["step"] != step:
                     raise CheckpointError(f"the checkpoint {self.path(step)} is a copy of that of step {state['step']}")
@@ -84,12 +90,27 @@ class CheckpointStore:
 def _lacking(state: Any, like: Any, name: str = "") -> str:
     """The first entry of `like` that `state` does not have, or has with another type or shape; "" if there is none."""
     if isinstance(like, Tensor):
-        return "" if isinstance(state, Tensor) and state.shape == like.shape else f"{name} of shape {[*like.shape]}"
+        return "" if fits(state, like) else f"{name} of shape {[*like.shape]} and type {like.dtype}"
     if not isinstance(state, Mapping if isinstance(like, Mapping) else type(like)):
         return name or "all entries"
     if isinstance(like, Mapping):
         inner = ((state.get(key), value, f"{name}.{key}".strip(".")) for key, value in like.items())
         return next(filter(None, (_lacking(*each) for each in inner)), "")
+    return ""
+
+
+def fits(value: Any, like: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype
+
+
+def _lacking_if_kept(state: dict[str, Any]) -> str:
+    """Entries that only some checkpoints have: the first with values of another type; "" if there is none."""
+    row, steps = state.get("unprobed"), state.get("skipped_steps", [])
+    is_row = isinstance(row, dict) and "step" in row and all(isinstance(value, int | float) for value in row.values())
+    if row is not None and not is_row:
+        return "a row of metrics in its entry unprobed"
+    if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
+        return "a list of steps in its entry skipped_steps"
     return ""
 
 
@@ -113,8 +134,12 @@ def _root_cause(error: BaseException) -> BaseException:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """Tensors and plain values only: nothing in the file is executed."""
     try:
+        if not path.is_file():  # a FIFO would wait for a writer
+            raise OSError("it is not a file")
         check_zip(path)
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises anything for a damaged file: KeyError, UnicodeDecodeError, ...
         raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the checkpoint {path} holds no entries")
     return state

@@ -1,7 +1,9 @@
 """The images of a run, as its folder remembers them: data.json, and the list of files in data_files.gz."""
 
 import gzip
+import io
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -9,9 +11,11 @@ from typing import Any, ClassVar
 from massl.config import MasslError
 from massl.data.identity import DataIdentity, describe_change
 from massl.data.sources.rules import PixelRanges
-from massl.files import write_atomically
+from massl.files import read_limited, write_atomically
 
 _FILE, _LIST = "data.json", "data_files.gz"
+_MAX_BYTES = 16 << 20  # of data.json, and of a list of files beyond four times the present one
+_KINDS = {"digest": str, "num_images": int, "source": str, "as_before": bool, "changes": list}
 
 
 class ChangedData(MasslError, ValueError):
@@ -79,14 +83,16 @@ class DataRecord:
         if not self.exists:
             return {}
         try:
-            known: dict[str, Any] = json.loads((self.folder / _FILE).read_text(encoding="utf-8"))
-            needed = {key: known[key] for key in ("digest", "num_images", "source", "as_before", "changes")}
+            known: dict[str, Any] = json.loads(read_limited(self.folder / _FILE, max_bytes=_MAX_BYTES))
+            needed = {key: _typed(known, key, kind) for key, kind in _KINDS.items()}
+            for change in needed["changes"]:
+                _typed(change, "digest", str)
             recorded = known.get("pixel_ranges")
             if recorded is None:
                 return needed
             PixelRanges.from_json(recorded)  # raises if it is no such record
             return {**needed, "pixel_ranges": recorded}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise ChangedData(
                 f"{self.folder / _FILE} cannot be read ({error!r}), so it is not known which images this run was "
                 "trained on; delete the file if they have not changed"
@@ -94,11 +100,24 @@ class DataRecord:
 
     def _describe(self, known: dict[str, Any], now: DataIdentity) -> str:
         moved = f" (data.source was {known['source']})" if known["source"] != now.source else ""
-        try:
-            before = gzip.decompress((self.folder / _LIST).read_bytes())
-        except (OSError, EOFError):
-            before = b""
-        change = describe_change(before, now.files) if before and now.files else ""
+        before = self._files_before(max_bytes=_MAX_BYTES + 4 * len(now.files)) if now.files else b""
+        change = describe_change(before, now.files) if before else ""
         if not change and known["num_images"] != now.num_images:
             change = f"{now.num_images:,} images instead of {known['num_images']:,}"
         return f"{now.source}{moved}: {change or 'pixels, labels, order or orientation differ'}"
+
+    def _files_before(self, *, max_bytes: int) -> bytes:
+        """The list of files as recorded; empty if it cannot be read or is far longer than the present one."""
+        try:
+            packed = read_limited(self.folder / _LIST, max_bytes=max_bytes)
+            with gzip.open(io.BytesIO(packed)) as file:
+                files = file.read(max_bytes + 1)
+        except (OSError, EOFError, zlib.error):
+            return b""
+        return files if len(files) <= max_bytes else b""
+
+
+def _typed(record: dict[str, Any], key: str, kind: type) -> Any:
+    if not isinstance(record[key], kind):
+        raise TypeError(f"{key} is {record[key]!r}"[:100])
+    return record[key]

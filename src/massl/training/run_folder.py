@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import json
 import os
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 from massl.config import MasslError, RecipeError, Settings, flatten, read_yaml, to_yaml, validate
 from massl.data.identity import DataIdentity
 from massl.data.sources.rules import PixelRanges
-from massl.files import is_leftover, make_folder, write_atomically
+from massl.files import is_leftover, make_folder, open_in_place, read_limited, write_atomically
 from massl.training.checkpoint import CheckpointStore
 from massl.training.data_record import DataRecord
 from massl.training.ranks import stop_together
+from massl.weights.io import BACKBONE_FILE
 
 # Settings of where, how long and how often, not of what is computed: a continued run may change them.
 MAY_CHANGE = frozenset(
@@ -45,6 +47,10 @@ MAY_CHANGE = frozenset(
 _LOCK = ".lock"
 _START = "start.json"
 _OWN = frozenset({_LOCK, _START, *DataRecord.FILES})  # written before recipe.yaml
+_LOGS = ("metrics.jsonl", "metrics.rejected.jsonl", "warnings.jsonl", "warnings.rejected.jsonl")
+_FILES = (*sorted(_OWN), "recipe.yaml", "environment.json", BACKBONE_FILE, *_LOGS)  # all that training writes
+_FOLDERS = ("checkpoints", "tensorboard")
+_MAX_START_BYTES = 1 << 20
 
 
 class RunFolderError(MasslError, ValueError):
@@ -82,9 +88,13 @@ class RunFolder:
     def differences_from(self, kept: str, *, data_digest: str = "") -> list[str]:
         """Differences of a checkpoint, by its binding values and images; settings added since then are ignored."""
         now = json.loads(self.binding_text())
+        try:
+            before = dict(json.loads(kept).items())
+        except (ValueError, AttributeError, RecursionError):
+            return ["its recipe cannot be read"]
         differences = [
             f"{key} was {value!r}, now {now.get(key)!r}"
-            for key, value in json.loads(kept).items()
+            for key, value in before.items()
             if key not in MAY_CHANGE and now.get(key) != value
         ]
         if data_digest and self.data is not None and data_digest not in DataRecord(self.path).digests():
@@ -95,7 +105,18 @@ class RunFolder:
     def start_from(self) -> Path | None:
         """The run whose weights this run started from; None: random weights."""
         file = self.path / _START
-        return Path(json.loads(file.read_text(encoding="utf-8"))["from"]) if file.exists() else None
+        if not file.exists():
+            return None
+        try:
+            start = json.loads(read_limited(file, max_bytes=_MAX_START_BYTES))["from"]
+            if not isinstance(start, str) or not start or "\0" in start:
+                raise ValueError("it names no folder")
+            return Path(start)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise RunFolderError(
+                f"{file} cannot be read ({error!r}), so it is not known which weights this run started from; copy it "
+                "back from a backup, or choose another --output"
+            ) from None
 
     def write_start(self, run: Path, *, step: int | None = None) -> None:
         self.write_json(_START, {"from": str(run), "step": step})
@@ -114,16 +135,15 @@ class RunFolder:
                 if is_writer:
                     self._refuse_foreign_folder()
                     is_new, missing = not self.recipe_file.exists(), self._missing_folders()
+                    self._refuse_links()
                     held.enter_context(self._locked())
                     if is_new:
                         held.enter_context(self._removed_unless_begun(missing))
+                    self._refuse_lost_checkpoints()
                     self._refuse_other_recipe()
                     self._refuse_other_start(start_from)
                     if self.data is not None and self.has_begun and not accept_changes:
                         DataRecord(self.path).refuse_changes(self.data)
-                    for file in (*self.path.iterdir(), *self.checkpoints.glob("*")):
-                        if is_leftover(file):
-                            file.unlink()
                     self._record(start_from)
             yield
 
@@ -140,12 +160,36 @@ class RunFolder:
                 f"{self.path} is not empty and is not a massl run; choose another --output (nothing was changed)"
             )
 
+    def _refuse_links(self) -> None:
+        """A run folder of a stranger could lead to files of the user; a link to the run folder itself is fine."""
+        for name in (*_FILES, *_FOLDERS):
+            path, kind = self.path / name, "folder" if name in _FOLDERS else "file"
+            if path.is_symlink():
+                raise RunFolderError(
+                    f"{path} is a link, through which massl does not write; put the {kind} itself in its place. To "
+                    "keep a run on another disk, link its whole folder, or choose another --output"
+                )
+            if path.exists() and not (path.is_dir() if kind == "folder" else path.is_file()):
+                raise RunFolderError(f"{path} is not a {kind}; remove it, or choose another --output")
+
+    def _refuse_lost_checkpoints(self) -> None:
+        """The backbone is first written after the first checkpoint: where it is alone, the checkpoints were lost.
+
+        A run that was killed before its first checkpoint has none, and starts again by itself.
+        """
+        if (self.path / BACKBONE_FILE).exists() and not CheckpointStore(self.checkpoints, keep_last=1).steps():
+            raise RunFolderError(
+                f"{self.path} holds a trained {BACKBONE_FILE} but no checkpoint to continue from; a new start would "
+                f"overwrite it, so nothing was changed. Put the files back into {self.checkpoints}, choose another "
+                f"--output, or move {BACKBONE_FILE} elsewhere to train anew in this folder"
+            )
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         taken = RunFolderError(f"another process is training in {self.path}; wait for it or choose another --output")
         try:
             make_folder(self.path)
-            lock = (self.path / _LOCK).open("w")
+            lock = open_in_place(self.path / _LOCK, 0)
         except OSError as error:
             raise RunFolderError(f"cannot write to {self.path}: {error}") from error
         with lock:
@@ -177,6 +221,9 @@ class RunFolder:
 
     def _record(self, start_from: Path | None) -> None:
         try:
+            for file in (*self.path.iterdir(), *self.checkpoints.glob("*")):
+                if is_leftover(file):
+                    file.unlink()
             if start_from is not None and not self.has_begun:
                 self.write_start(start_from)
             if self.data is not None:
@@ -238,7 +285,7 @@ class RunFolder:
             if now.get("trainer.epochs", 0) > before.get("trainer.epochs", 0):
                 advice += (
                     " To train for longer, start a new run from its weights: "
-                    f"massl pretrain --start_from {self.path} --output NEW_FOLDER --trainer.epochs "
+                    f"massl pretrain --start_from {shlex.quote(str(self.path))} --output NEW_FOLDER --trainer.epochs "
                     f"{now['trainer.epochs']}"
                 )
             raise RunFolderError(f"{self.path} holds a run of another recipe: {'; '.join(differences)}. {advice}")

@@ -1,13 +1,12 @@
 """A new run that starts from the weights of another run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-
-from torch import Tensor
 
 from massl.config import RecipeError
 from massl.methods.base import Method
-from massl.training.checkpoint import CheckpointStore
+from massl.training.checkpoint import CheckpointStore, fits
+from massl.training.loss_watch import in_short, not_finite
 
 
 def load_start(method: Method, run: Path, *, warn: Callable[[str], None]) -> tuple[int, list[str]]:
@@ -16,13 +15,11 @@ def load_start(method: Method, run: Path, *, warn: Callable[[str], None]) -> tup
     A part is a module's own tensors: it is loaded whole or not at all. The backbones must fit; heads and memory of
     another shape keep their initial values.
     """
-    state = CheckpointStore(run / "checkpoints", keep_last=1).load_latest(warn)
+    state = CheckpointStore(run / "checkpoints", keep_last=1).load_latest(warn, like={"step": 0, "method": {}})
     if state is None:
         raise RecipeError(f"--start_from {run} has no checkpoint; name the --output of a run of massl pretrain")
-    saved: Mapping[str, Tensor] = state["method"]
-    own = method.state_dict()
-    fits = {name: name in saved and saved[name].shape == value.shape for name, value in own.items()}
-    unfit = sorted({_part(name) for name in own if not fits[name]})
+    saved, own = state["method"], method.state_dict()
+    unfit = sorted({_part(name) for name, value in own.items() if not fits(saved.get(name), value)})
     backbones = [f"{name}." for name, module in method.named_modules() if module in method.backbones()]
     missing = [part for part in unfit if f"{part}.".startswith(tuple(backbones))]
     if missing:
@@ -32,6 +29,11 @@ def load_start(method: Method, run: Path, *, warn: Callable[[str], None]) -> tup
             "backbone.image_size and other values of backbone, or another --output to start from other weights"
         )
     method.load_state_dict({name: value if _part(name) in unfit else saved[name] for name, value in own.items()})
+    if names := list(not_finite(method)):
+        raise RecipeError(
+            f"the weights of --start_from {run} are not finite ({in_short(names)}); name another run, or move its "
+            f"checkpoint of step {state['step']} elsewhere to start from the one before"
+        )
     return int(state["step"]), unfit
 
 

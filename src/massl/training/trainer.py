@@ -273,9 +273,11 @@ class Trainer:
                 state["unprobed"] = self.rows.unprobed
             if self.bad_steps.skipped:
                 state["skipped_steps"] = self.bad_steps.skipped
-            # Before the checkpoint: a run whose last checkpoint exists counts as finished and must have its backbone.
-            self._write_backbone()
-            self.store.save(done, state, milestone_every=self._milestone_steps)
+            # The backbone first: a run whose last checkpoint exists counts as finished and must have its backbone. The
+            # first checkpoint before it: a backbone without a checkpoint tells that the checkpoints were lost.
+            writes = (self._write_backbone, lambda: self.store.save(done, state, milestone_every=self._milestone_steps))
+            for write in writes if self.store.steps() else reversed(writes):
+                write()
         distributed.barrier()
 
     def _write_backbone(self) -> None:

@@ -311,3 +311,64 @@ def test_the_checkpoint_just_written_is_not_deleted_for_a_damaged_later_one(tmp_
     assert store.steps() == [10, 25, 30]
     store.save(35, state(35), milestone_every=10)
     assert store.steps() == [10, 30, 35]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_a_checkpoint_that_is_no_file_is_reported_and_the_one_before_is_taken(tmp_path: Path, kind: str) -> None:
+    store = store_with(tmp_path, 10)
+    (os.mkfifo if kind == "fifo" else os.mkdir)(store.path(20))
+    warnings: list[str] = []
+    loaded = store.load_latest(warnings.append)
+    assert loaded is not None
+    assert loaded["step"] == 10
+    assert re.search(rf"{store.path(20)}.*not a file.*step 10", warnings[0])
+
+
+def test_a_folder_with_the_name_of_an_old_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    store = store_with(tmp_path, keep_last=1)
+    store.path(10).mkdir(parents=True)
+    store.save(20, state(20), milestone_every=0)
+    assert store.path(10).is_dir()
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(1000, dtype=torch.bool), torch.zeros(1000, dtype=torch.float64)])
+def test_a_tensor_of_another_type_is_lacking(tmp_path: Path, wrong: torch.Tensor) -> None:
+    store = store_with(tmp_path, 10)
+    store.save(20, {**state(20), "method": {"weight": wrong}}, milestone_every=0)
+    warnings: list[str] = []
+    loaded = store.load_latest(warnings.append, like=state(0))
+    assert loaded is not None
+    assert loaded["step"] == 10
+    assert "method.weight" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"unprobed": "x"}, {"unprobed": {"step": "1"}}, {"unprobed": {}}, {"skipped_steps": 5}, {"skipped_steps": ["x"]}],
+)
+def test_entries_that_only_some_checkpoints_have_are_checked_too(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    store = store_with(tmp_path, 10)
+    store.save(20, {**state(20), **wrong}, milestone_every=0)
+    warnings: list[str] = []
+    loaded = store.load_latest(warnings.append, like=state(0))
+    assert loaded is not None
+    assert loaded["step"] == 10
+    assert next(iter(wrong)) in warnings[0]
+    good = {"unprobed": {"step": 30, "loss": 0.5}, "skipped_steps": [4, 7]}
+    store.save(30, {**state(30), **good}, milestone_every=0)
+    assert (store.load_latest(no_warning, like=state(0)) or {})["skipped_steps"] == [4, 7]
+
+
+def test_only_an_error_of_the_disk_asks_whether_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError, match="exists") as caught:
+        store_with(tmp_path, 1)
+    assert "disk full" not in str(caught.value)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "checkpoints").unlink()
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="Is the disk full"):
+        store_with(tmp_path, 1)

@@ -1,5 +1,6 @@
 import gzip
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,3 +111,53 @@ def test_ranges_are_kept_and_a_run_without_a_record_of_them_guessed_each_image(t
     del known["pixel_ranges"]
     (tmp_path / "data.json").write_text(json.dumps(known))
     assert record.ranges == PixelRanges(of_each_image=True)
+
+
+RECORD = {"digest": "d", "num_images": 3, "source": "photos", "as_before": False, "changes": []}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "7",
+        "[" * 9999,
+        *(
+            json.dumps({**RECORD, **wrong})
+            for wrong in ({"changes": [1, 2]}, {"changes": 5}, {"changes": [{}]}, {"num_images": "x"}, {"source": None})
+        ),
+    ],
+)
+def test_a_record_with_values_of_other_types_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "data.json").write_text(text)
+    record = DataRecord(tmp_path)
+    for use in (record.digests, lambda: record.refuse_changes(images("a")), lambda: record.ranges):
+        with pytest.raises(ChangedData, match=r"data\.json cannot be read"):
+            use()
+
+
+def test_a_record_that_is_no_file_or_far_too_large_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_bytes(b" " * (17 << 20) + json.dumps(RECORD).encode())
+    with pytest.raises(ChangedData, match=r"data\.json cannot be read"):
+        DataRecord(tmp_path).digests()
+
+
+def test_a_damaged_list_of_files_leaves_the_number_of_images(tmp_path: Path) -> None:
+    record = write(tmp_path, images("a", "b"))
+    content = bytearray((tmp_path / "data_files.gz").read_bytes())
+    content[10] ^= 0xFF  # the first byte of the compressed data
+    (tmp_path / "data_files.gz").write_bytes(content)
+    with pytest.raises(ChangedData, match="1 images instead of 2"):
+        record.refuse_changes(images("c"))
+
+
+def test_a_list_of_files_that_unpacks_without_end_is_not_unpacked(tmp_path: Path) -> None:
+    record = write(tmp_path, images("a", "b"))
+    bomb = gzip.compress(bytes(1 << 20)) * 256  # many small members: 256 MiB
+    (tmp_path / "data_files.gz").write_bytes(bomb)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ChangedData, match="1 images instead of 2"):
+            record.refuse_changes(images("c"))
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

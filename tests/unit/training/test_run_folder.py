@@ -1,5 +1,7 @@
 import gc
 import json
+import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -250,3 +252,116 @@ def test_files_are_written_whole_into_the_folder(tmp_path: Path) -> None:
     assert folder.write_bytes("c", b"\x00\x01").read_bytes() == b"\x00\x01"
     assert folder.write_text("empty", "").read_text() == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "c", "empty"]
+
+
+WRITTEN = [
+    ".lock",
+    "recipe.yaml",
+    "start.json",
+    "data.json",
+    "data_files.gz",
+    "environment.json",
+    "backbone.safetensors",
+    "metrics.jsonl",
+    "metrics.rejected.jsonl",
+    "warnings.jsonl",
+    "warnings.rejected.jsonl",
+    "checkpoints",
+    "tensorboard",
+]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_link_in_the_folder_is_refused_by_name_and_nothing_behind_it_changes(
+    tmp_path: Path, name: str, is_dangling: bool
+) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    claim(run)
+    if not is_dangling and name in ("checkpoints", "tensorboard"):
+        mine.mkdir()
+        (mine / "step_000000001.pt").write_bytes(b"precious")
+        (mine / ".mine.partial").write_bytes(b"precious")
+    elif not is_dangling:
+        mine.write_bytes((run / name).read_bytes() if name == "recipe.yaml" else b"precious")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.parent != run}
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(mine)
+    with pytest.raises(RunFolderError, match=rf"{name} is a link|not a massl run"):
+        claim(run)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.parent != run} == before
+    assert (run / name).is_symlink()
+
+
+def test_a_link_to_the_run_folder_itself_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    claim(tmp_path / "run")
+    claim(tmp_path / "run")
+    assert (tmp_path / "disk" / "recipe.yaml").is_file()
+
+
+@pytest.mark.parametrize("name", [".lock", "data.json", "metrics.jsonl"])
+def test_a_fifo_in_the_place_of_a_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    claim(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(RunFolderError, match=f"{name} is not a file"):
+        claim(tmp_path)
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_refused_by_name(tmp_path: Path) -> None:
+    claim(tmp_path)
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(RunFolderError, match="checkpoints is not a folder"):
+        claim(tmp_path)
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+@pytest.mark.parametrize("has_metrics", [False, True])
+def test_a_backbone_whose_checkpoints_are_gone_is_not_overwritten(
+    tmp_path: Path, has_folder: bool, has_metrics: bool
+) -> None:
+    claim(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}')
+    if not has_metrics:
+        (tmp_path / "metrics.jsonl").unlink()
+    if has_folder:
+        (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "backbone.safetensors").write_bytes(b"trained")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(RunFolderError, match=r"no checkpoint.*checkpoints.*--output"):
+        claim(tmp_path, trainer__max_steps=7)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    claim(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 5}')
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / ".step_000000006.pt.host-1-1.partial").write_bytes(b"half")
+    claim(tmp_path)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "{}", "7", '{"from": 5}', '{"from": ""}', '{"from": "a\\u0000"}', "[" * 9999]
+)
+def test_a_start_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "start.json").write_text(text)
+    with pytest.raises(RunFolderError, match=r"start\.json cannot be read"):
+        _ = RunFolder(tmp_path, recipe()).start_from
+
+
+@pytest.mark.parametrize("kept", ["nonsense", "[1, 2]", "7", "[" * 9999])
+def test_a_checkpoint_whose_recipe_cannot_be_read_differs(tmp_path: Path, kept: str) -> None:
+    assert RunFolder(tmp_path, recipe()).differences_from(kept) == ["its recipe cannot be read"]
+
+
+def test_the_command_of_an_advice_can_be_pasted_whatever_the_folder_is_called(tmp_path: Path) -> None:
+    run = tmp_path / "a; touch b #"
+    claim(run)
+    with pytest.raises(RunFolderError) as caught:
+        claim(run, trainer__epochs=20)
+    command = str(caught.value).partition("from its weights: ")[2]
+    assert shlex.split(command)[:4] == ["massl", "pretrain", "--start_from", str(run)]

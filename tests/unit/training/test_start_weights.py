@@ -77,3 +77,29 @@ def test_a_backbone_that_does_not_fit_is_refused_and_nothing_is_loaded(old: Meth
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"--start_from .* has no checkpoint"):
         load_start(method(seed=2), tmp_path, warn=print)
+
+
+@pytest.mark.parametrize("state", [{"step": 9}, {"step": 9, "method": 5}, {"method": {}}, [1, 2]])
+def test_a_checkpoint_without_weights_is_skipped_for_the_one_before(old: Method, tmp_path: Path, state: Any) -> None:
+    torch.save(state, tmp_path / "checkpoints" / "step_000000009.pt")
+    warnings: list[str] = []
+    assert load_start(method(seed=2), tmp_path, warn=warnings.append) == (7, [])
+    assert "step_000000009.pt" in warnings[0]
+
+
+@pytest.mark.parametrize("kind", ["bool", "text"])
+def test_weights_of_another_type_do_not_fit(old: Method, tmp_path: Path, kind: str) -> None:
+    wrong = {name: value.bool() if kind == "bool" else "x" for name, value in old.state_dict().items()}
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    store.save(9, {"step": 9, "method": wrong}, milestone_every=0)
+    with pytest.raises(RecipeError, match="backbone of --start_from"):
+        load_start(method(seed=2), tmp_path, warn=print)
+
+
+def test_weights_that_are_not_finite_are_refused_with_the_option_and_their_name(old: Method, tmp_path: Path) -> None:
+    name = next(name for name in old.state_dict() if name.endswith("qkv.weight"))
+    old.state_dict()[name][0, 0] = torch.nan
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    store.save(9, {"step": 9, "method": old.state_dict()}, milestone_every=0)
+    with pytest.raises(RecipeError, match=rf"--start_from .* not finite \({name}"):
+        load_start(method(seed=2), tmp_path, warn=print)

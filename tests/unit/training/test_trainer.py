@@ -538,3 +538,19 @@ def test_only_the_main_process_writes_warnings_down(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(distributed, "is_main", lambda: False)
     fit(tmp_path, method_type=Sluggish)
     assert not (tmp_path / "warnings.jsonl").exists()
+
+
+def test_the_backbone_is_first_written_after_the_first_checkpoint_and_later_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a backbone without a checkpoint tells that the checkpoints were lost, whenever a run is killed."""
+    written = []
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, to: (written.append(to.name), replace(self, to))[1])
+    fit(tmp_path, trainer__max_steps=2, trainer__checkpoint_every_steps=1)
+    assert [name for name in written if name.startswith(("step_", "backbone"))] == [
+        "step_000000001.pt",
+        "backbone.safetensors",
+        "backbone.safetensors",
+        "step_000000002.pt",
+    ]
