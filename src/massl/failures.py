@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
 
 _SECONDS_UNTIL_ENDED = 10.0  # torchrun ends the other processes as soon as it notices that one has ended
 
+
+# control characters, what Unicode takes for line breaks, half characters, and what turns the direction of text
+UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 # of gloo, NCCL and the store that processes meet at
 _LOST_CONNECTION = ("closed by peer", "reset by peer", "Connection refused", "Broken pipe", "remote process exited")
@@ -31,11 +35,21 @@ def tell_lost_connection(error: Exception) -> None:
     tell(text, is_told_elsewhere="TORCHELASTIC_ERROR_FILE" in os.environ)
 
 
+def printable(text: str) -> str:
+    """For messages: control characters other than line breaks and tabs, and half characters, as \\x1b and the like."""
+
+    def escaped(found: re.Match[str]) -> str:
+        return found[0] if found[0] in "\n\t" else found[0].encode("unicode_escape").decode()
+
+    return UNPRINTABLE.sub(escaped, text)
+
+
 def tell(text: str, *, is_told_elsewhere: bool = False) -> None:
     """Print the error. Under torchrun it is written where torchrun finds it: its summary, the last output, shows it.
 
     `is_told_elsewhere`: another process of the run tells the same, or what caused this.
     """
+    text = printable(text)  # names in it may be a stranger's
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if not error_file:
         if not is_told_elsewhere:

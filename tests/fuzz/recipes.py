@@ -57,7 +57,18 @@ def hostile_values(case: Case) -> None:
 
 @fault_class("hostile torchvision URIs", mib=100, quick=20, more=200)
 def hostile_uris(case: Case) -> None:
-    sets = ("FakeData", "CIFAR10", "ImageFolder", "MNIST", "VisionDataset", "os", "__class__", "wrap_dataset", "")
+    sets = (
+        "FakeData",
+        "LSUN",
+        "CIFAR10",
+        "ImageFolder",
+        "MNIST",
+        "VisionDataset",
+        "os",
+        "__class__",
+        "wrap_dataset",
+        "",
+    )
     keys = ("root", "size", "image_size", "train", "split", "transform", "loader", "download", "num_classes", "x", "")
     values = (
         "3",

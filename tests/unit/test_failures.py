@@ -78,3 +78,18 @@ def test_a_lost_connection_is_known_by_its_words(
     assert not failures.is_lost_connection(RuntimeError(text))
     failures.tell_lost_connection(RuntimeError(text))
     assert "another process of this run has ended" in capsys.readouterr().err
+
+
+def test_names_in_an_error_do_not_control_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    failures.tell("massl: error: no file w\x1b]0;OWNED\x07\x1b[2J\u202e.pth\nSee the next line")
+    assert capsys.readouterr().err == (
+        "massl: error: no file w\\x1b]0;OWNED\\x07\\x1b[2J\\u202e.pth\nSee the next line\n"
+    )
+
+
+def test_names_in_an_error_do_not_control_the_terminal_under_torchrun(error_file: Path) -> None:
+    failures.tell("massl: error: \x1b[2J")
+    assert "\x1b" not in shown_by_torchrun(error_file)

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from massl.config import MasslError, Settings
-from massl.data.keys import printable
+from massl.failures import printable
 from massl.reports.tables import ResultsTable
 
 _FILE_WIDTH = 160  # columns of a table that is piped to a file

@@ -93,7 +93,7 @@ def embed(
 
 def _open(data: Images, settings: ModelSettings) -> ImageSource:
     if isinstance(data, str | Path):
-        return open_images(data, rules=settings.rules())
+        return open_images(data, rules=settings.rules(), may_download=True)
     source = given_source(data, rules=settings.rules())
     settle_ranges(source)
     return source

@@ -25,15 +25,17 @@ _SECONDS_ELSEWHERE = 10.0
 Result = TypeVar("Result")
 
 
-def open_images(uri: str | Path, *, as_before: bool = False, rules: ReadRules = DEFAULT_RULES) -> ImageSource:
+def open_images(
+    uri: str | Path, *, as_before: bool = False, rules: ReadRules = DEFAULT_RULES, may_download: bool = False
+) -> ImageSource:
     """The images, after printing which classes were found, which files were ignored and how deep images are read.
 
-    `as_before`, `rules`: see `open_source`.
+    `as_before`, `rules`, `may_download`: see `open_source`.
     """
     # by the environment: the processes may not be connected yet
     console = message_console(quiet=os.environ.get("RANK", "0") != "0")
     with _listing_on(console) as show:
-        source = open_source(uri, on_listing=show, as_before=as_before, rules=rules)
+        source = open_source(uri, on_listing=show, as_before=as_before, rules=rules, may_download=may_download)
     for remark in (*remarks_of(source), *settle_ranges(source)):
         print_line(console, remark)
     return source

@@ -15,7 +15,7 @@ from massl.commands.arguments import ModelName
 from massl.commands.console import message_console, print_line
 from massl.commands.device import Device, choose_device, host_threads_for
 from massl.data.evaluation.views import whole_patches
-from massl.data.settings import increasing, read_rules
+from massl.data.settings import checked_range, read_rules
 from massl.data.sources.rules import MAX_FILE_MIB, MAX_MEGAPIXELS, PixelRanges, ReadRules
 from massl.evaluations.features import ExtractionSettings, Extractor
 from massl.evaluations.features import Progress as ProgressFunction
@@ -64,8 +64,8 @@ class ModelSettings(ExtractionSettings):
 
     @field_validator("pixel_range")
     @classmethod
-    def _low_comes_first(cls, pixel_range: tuple[float, float] | None) -> tuple[float, float] | None:
-        return increasing(pixel_range)
+    def _is_a_range(cls, pixel_range: tuple[float, float] | None) -> tuple[float, float] | None:
+        return checked_range(pixel_range)
 
     def rules(self) -> ReadRules:
         """How images are read: as stated, or as the model's run read them."""

@@ -24,7 +24,7 @@ from massl.commands.run_messages import (
     caution_on_duration,
     summarise,
 )
-from massl.config import RecipeError
+from massl.config import RecipeError, dotted
 from massl.data.identity import identify
 from massl.data.loading.cache import ImageCache
 from massl.data.loading.gpu_decode import jpeg_decoder
@@ -94,7 +94,8 @@ def pretrain(
         with stop_together():
             as_before = folder.lists_as_before
             rules = resolved.data.rules(folder.known_ranges)
-            source = open_images(resolved.data.source, as_before=as_before, rules=rules)
+            is_named = data is not None or "data.source" in dotted(overrides or {}, PretrainRecipe)
+            source = open_images(resolved.data.source, as_before=as_before, rules=rules, may_download=is_named)
             identity = identify(source, as_before=as_before)
         require_equal_ranks(resolved, identity)
         folder = replace(folder, data=identity)

@@ -45,6 +45,7 @@ class PretrainCall(NamedTuple):
     recipe: PretrainRecipe
     output: str
     start_from: str | None
+    data: str | None  # given on the command line, not by a recipe
 
 
 def parse_pretrain(arguments: Sequence[str]) -> PretrainCall:
@@ -65,7 +66,8 @@ def parse_pretrain(arguments: Sequence[str]) -> PretrainCall:
     defaults = arguments_type.model_construct(recipe=name, output=tyro.MISSING, start_from=None, **dict(recipe))
     parsed = parse(arguments_type, "pretrain", DESCRIPTION, arguments, default=defaults)
     values = {field: getattr(parsed, field) for field in PretrainRecipe.model_fields}
-    return PretrainCall(PretrainRecipe.model_validate(values), parsed.output, parsed.start_from)
+    given_data = None if data is None else parsed.data.source
+    return PretrainCall(PretrainRecipe.model_validate(values), parsed.output, parsed.start_from, given_data)
 
 
 def recipe_of_run(*runs: str | Path | None, data: str | Path | None = None) -> Path:

@@ -120,10 +120,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_visualization(settings: VisualizeSettings) -> list[Path]:
     """`visualize` with all settings in one object, as the command line gives them."""
-    source = open_images(settings.data, rules=settings.rules())
+    source = open_images(settings.data, rules=settings.rules(), may_download=True)
     database = source
     if settings.kind == "neighbours" and settings.database not in ("", settings.data):
-        database = open_images(settings.database, rules=settings.rules())
+        database = open_images(settings.database, rules=settings.rules(), may_download=True)
     require_writable(settings.folder)
     cache = Path(settings.cache).expanduser() if settings.cache else None
     with model_on_device(settings, cache=cache) as (extractor, console):

@@ -5,12 +5,12 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from massl.config import Settings
-from massl.data.sources.rules import MAX_FILE_MIB, MAX_MEGAPIXELS, PixelRanges, ReadRules
+from massl.data.sources.rules import MAX_FILE_MIB, MAX_MEGAPIXELS, PixelRanges, ReadRules, require_range
 
 
-def increasing(pixel_range: tuple[float, float] | None) -> tuple[float, float] | None:
-    if pixel_range is not None and pixel_range[0] >= pixel_range[1]:
-        raise ValueError("LOW must be below HIGH, e.g. 0 4095")
+def checked_range(pixel_range: tuple[float, float] | None) -> tuple[float, float] | None:
+    if pixel_range is not None:
+        require_range(*pixel_range)
     return pixel_range
 
 
@@ -58,8 +58,8 @@ class DataSettings(Settings):
 
     @field_validator("pixel_range")
     @classmethod
-    def _low_comes_first(cls, pixel_range: tuple[float, float] | None) -> tuple[float, float] | None:
-        return increasing(pixel_range)
+    def _is_a_range(cls, pixel_range: tuple[float, float] | None) -> tuple[float, float] | None:
+        return checked_range(pixel_range)
 
     def rules(self, known: PixelRanges | None = None) -> ReadRules:
         """How images are read; `known`: the ranges that a run began with."""

@@ -16,6 +16,8 @@ from massl.files import make_folder, remove_leftovers, write_atomically
 from massl.ops.scoring.finite import num_not_finite
 from massl.weights.tensor_files import read_tensors, write_tensors
 
+_LIMITS = ("max_file_mib", "max_megapixels")  # options that reasons name; older versions left them out of the key
+
 
 class DamagedCache(Exception):
     """A file of the cache cannot be used; the message says why."""
@@ -61,6 +63,8 @@ def read_unreadable(path: Path) -> dict[int, str]:
         reasons = content["reasons"] if "digest" in content else content  # older files have no digest
         if content.get("digest", _digest_of(reasons)) != _digest_of(reasons):
             raise DamagedCache("its content does not match its digest")
+        if "limits" not in content and any(option in str(reasons) for option in _LIMITS):
+            raise DamagedCache("an older version wrote it and does not say for which limits")
         return {int(index): str(reason) for index, reason in reasons.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
         raise DamagedCache(f"{type(error).__name__}: {error}") from None
@@ -69,7 +73,7 @@ def read_unreadable(path: Path) -> dict[int, str]:
 def write_unreadable(path: Path, reasons: dict[int, str]) -> None:
     named = {str(index): reason for index, reason in reasons.items()}
     make_folder(path.parent)
-    write_atomically(path, json.dumps({"reasons": named, "digest": _digest_of(named)}))
+    write_atomically(path, json.dumps({"reasons": named, "digest": _digest_of(named), "limits": "in the key"}))
 
 
 def _digest_of(reasons: dict[str, str]) -> str:

@@ -85,10 +85,13 @@ class Extractor:
     cache: Path | None  # folder; None: no cache
     feature: str | None = None  # instead of the protocol's
     crop_ratio: float = PUBLISHED_CROP_RATIO  # centre crop / shorter side of the evaluation view
+    # read images again that the cache calls unreadable: the disk may have failed only for a moment
+    tries_unreadable: bool = False
     progress: Progress = lambda what, done, total: None
     say: Callable[[str], None] = lambda message: None
     # without a cache folder: features of the readable images, until they are asked for
     _set_aside: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _tried: set[str] = field(default_factory=set, repr=False)  # keys of `tries_unreadable`
 
     def features(self, source: ImageSource, *, view: EvaluationView, feature: str) -> LabelledFeatures:
         """Features of all images of a source, in its order.
@@ -289,7 +292,8 @@ class Extractor:
                     write_unreadable(self.cache / key / _UNREADABLE_FILE, unreadable)
 
     def _raise_if_known(self, key: str, source: ImageSource) -> None:
-        if self.cache is None:
+        if self.cache is None or (self.tries_unreadable and key not in self._tried):
+            self._tried.add(key)
             return
         reasons = self._read(self.cache / key / _UNREADABLE_FILE, read_unreadable)
         # missing or damaged for one process: all try again

@@ -1,5 +1,6 @@
 """Tensors in .safetensors files that carry a digest: written whole or not at all, checked when they are read."""
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from massl.digests import DIGEST_TO_COME, check_digest, seal_safetensors, seal_safetensors_file
 from massl.files import make_folder, replacing
+
+_MAX_HEADER = 16 << 20  # bytes: names and shapes of more than 100,000 tensors
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -28,6 +31,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a file. Raises OSError (DamagedFile if its digest is wrong) or SafetensorError."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > _MAX_HEADER:
+        too_large = f"its header of {size / 2**20:,.0f} MiB is larger than the {_MAX_HEADER >> 20} allowed"
+        raise OSError(errno.EFBIG, f"it is damaged or no weights file: {too_large}")
     check_digest(path)  # files of other projects and older versions have none
     with safe_open(path, framework="pt") as file:  # from the page cache: the disk was read just now
         metadata: dict[str, str] = file.metadata() or {}

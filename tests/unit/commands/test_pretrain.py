@@ -148,3 +148,32 @@ def test_a_size_that_is_no_multiple_of_the_patch_is_seen_by_all_commands(
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "no multiple" not in page
     assert 'id="correspondence"' in page
+
+
+def test_only_images_named_by_the_user_are_downloaded(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    class MNIST:
+        def __init__(self, root: str, download: bool = False) -> None:
+            asked.append(download)
+            raise RuntimeError("no files")
+
+    monkeypatch.setattr("torchvision.datasets.MNIST", MNIST)
+    uri, output = "torchvision:MNIST?root=mnist&download=true", str(tmp_path / "run")
+    other = tmp_path / "strange.yaml"
+    other.write_text(json.dumps({"base": str(recipe), "data": {"source": uri}}))
+    with pytest.raises(DataError, match="not followed"):
+        massl.pretrain(recipe=other, output=output)
+    with pytest.raises(DataError, match="not followed"):
+        command.main(["--recipe", str(other), "--output", output])
+    assert asked == [False, False]
+    with pytest.raises(DataError):
+        massl.pretrain(recipe=recipe, data=uri, output=output)
+    with pytest.raises(DataError):
+        massl.pretrain(recipe=other, overrides={"data": {"source": uri}}, output=output)
+    for option in ("--data", "--data.source"):
+        with pytest.raises(DataError):
+            command.main(["--recipe", str(recipe), option, uri, "--output", output])
+    assert asked == [False, False, True, True, True, True]

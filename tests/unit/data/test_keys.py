@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from massl.data.keys import original_key, printable, stored_key
+from massl.data.keys import original_key, stored_key
+from massl.failures import printable
 
 
 @pytest.mark.parametrize(

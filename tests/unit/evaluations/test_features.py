@@ -22,6 +22,7 @@ from massl.data.evaluation.views import CentreView, SquareView, StoredView, Thum
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError, EncodedImage, ImageSource
 from massl.data.sources.folder import FolderSource
+from massl.data.sources.rules import ReadRules
 from massl.data.sources.subset import UnreadableImages
 from massl.evaluations import features
 from massl.evaluations.base import LabelledFeatures
@@ -548,6 +549,47 @@ def test_a_list_of_unreadable_images_of_an_older_version_is_read(extractor: Extr
     (folder / "unreadable.json").write_text('{"3": "broken"}')
     with pytest.raises(UnreadableImages, match="broken"):
         extractor.features(array(5), view=VIEW, feature="cls")
+
+
+def test_other_limits_on_images_are_not_answered_from_the_cache(extractor: Extractor, tmp_path: Path) -> None:
+    extractor = replace(extractor, cache=tmp_path / "cache")
+    root = folder_of_pictures(tmp_path / "images", [(30, 30)] * 24 + [(1200, 1000)])
+
+    def num_features(**limits: int) -> int | str:
+        source = FolderSource(root, name="pictures", rules=ReadRules(**limits))
+        try:
+            return len(extractor.features(source, view=VIEW, feature="cls").rows)
+        except UnreadableImages as error:
+            return error.messages[0]
+
+    assert num_features() == 25
+    assert "max_megapixels" in str(num_features(max_megapixels=1))
+    assert num_features() == 25
+    assert num_features(max_megapixels=2) == 25
+    default = FolderSource(root, name="pictures").fingerprint()
+    assert FolderSource(root, name="pictures", rules=ReadRules(max_file_mib=1)).fingerprint() != default
+
+
+def test_a_list_of_images_beyond_unstated_limits_is_made_again(extractor: Extractor, tmp_path: Path) -> None:
+    """Older versions kept the list under the same key whatever the limits."""
+    extractor = replace(extractor, cache=tmp_path)
+    folder = tmp_path / extractor.cache_key(array(5), VIEW, "cls")
+    folder.mkdir()
+    (folder / "unreadable.json").write_text('{"3": "40 x 40 pixels are more; the option max_megapixels sets that"}')
+    assert len(extractor.features(array(5), view=VIEW, feature="cls").rows) == 5
+
+
+def test_images_called_unreadable_are_tried_once_more_when_asked(extractor: Extractor, tmp_path: Path) -> None:
+    extractor = replace(extractor, cache=tmp_path)
+    damaged = _without_array(_Damaged(unreadable=(5,), **vars(array(150, side=32))))
+    for tries, is_read in ((False, True), (False, False), (True, True), (True, True)):
+        before = damaged.num_read
+        asking = replace(extractor, tries_unreadable=tries, _tried=set())
+        for _ in range(2):
+            with pytest.raises(UnreadableImages):
+                asking.features(damaged, view=VIEW, feature="cls")
+        assert (damaged.num_read > before) is is_read
+        assert damaged.num_read - before <= 151  # once for each command
 
 
 def test_a_cache_that_cannot_be_written_is_refused_with_advice(extractor: Extractor, tmp_path: Path) -> None:

@@ -243,3 +243,13 @@ def test_timm_builds_models_in_two_places_only() -> None:
     assert sorted(places) == ["nn/timm_models.py", "nn/timm_models.py", "weights/models.py"]
     others = r"from timm.* import .*(create_model|load_checkpoint|load_pretrained)|timm\.models\.load"
     assert not [path for path in source.rglob("*.py") if re.search(others, path.read_text())]
+
+
+def test_a_header_of_many_megabytes_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "many.safetensors"
+    entry = b'"%08d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    header = b"{" + b",".join(entry % number for number in range(300_000)) + b"}"
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(WeightsError, match=r"header of 1[5-9] MiB"):
+        load_backbone(path)

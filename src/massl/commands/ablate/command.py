@@ -175,7 +175,8 @@ def _prepare(settings: AblateSettings) -> _Work:
     images = {"data.source": settings.data.source} if settings.data.source else {}
     base = load_recipe(settings.recipe, {**overrides, **images})
     massl_settings(base)  # first: with another method nothing else matters
-    num_images = len(open_source(base.data.source))
+    is_named = "data.source" in {**overrides, **images}
+    num_images = len(open_source(base.data.source, may_download=is_named))
     yardstick = choose_yardstick(base, train=settings.train, test=settings.test)
     output = Path(settings.output).expanduser()
     grid = plan_grid(

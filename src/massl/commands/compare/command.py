@@ -25,6 +25,7 @@ from massl.commands.device import release_memory
 from massl.commands.pretrain import RunInterrupted, pretrain
 from massl.commands.recipe import TrainingImages, as_set_options, load_recipe, parse_set_options
 from massl.config import MasslError, RecipeError, Settings, validate
+from massl.data.sources import open_source
 from massl.files import write_atomically
 from massl.reports.comparison.documents import comparison_document, comparison_values
 from massl.reports.comparison.tables import cautions, comparison_table
@@ -230,6 +231,8 @@ def _overrides_lasting(minutes: float, training: _Training, data: str, console: 
     """The overrides of a training, with those that make it last `minutes`."""
     images = {"data.source": data} if data else {}
     recipe = load_recipe(training.recipe, {**training.overrides, **images})
+    if "data.source" in {**training.overrides, **images}:
+        open_source(recipe.data.source, may_download=True)  # the trial takes the recipe, which starts no download
 
     def tell(what: str) -> None:
         print_line(console, f"{training.output.name}: {what}")

@@ -82,14 +82,15 @@ def main(arguments: Sequence[str]) -> int:
 def run_evaluation(request: EvaluationRequest) -> EvaluateResult:
     """`evaluate` with all settings in one object, as the command line gives them."""
     with model_on_device(request, cache=request.cache_folder()) as (extractor, console):
+        extractor = replace(extractor, tries_unreadable=request.again)
         return _run(extractor, request, Path(request.output).expanduser(), console)
 
 
 def _run(extractor: Extractor, request: EvaluationRequest, folder: Path, console: Console) -> EvaluateResult:
     jobs, missing = jobs_of(request)
     require_writable(folder)
-    rows = read_rows(folder / RESULTS_FILE, warn=lambda message: print_line(console, message, style="yellow"))
     require_own_files(folder / RESULTS_FILE)  # before anything is measured
+    rows = read_rows(folder / RESULTS_FILE, warn=lambda message: print_line(console, message, style="yellow"))
     distributed.barrier()  # all processes have read the same rows before one adds to them
     known = set() if request.again else {row.run for row in rows}
     unreadable = UnreadableLeftOut(console)

@@ -47,7 +47,7 @@ def jobs_of(request: EvaluationRequest) -> tuple[list[Job], dict[str, str]]:
     """The jobs to do, and for the title of each job that lacks files: which, and how to get them."""
     if request.data_root is None or not (request.suite or request.data):
         # all protocols judge the same images
-        open_once = functools.cache(functools.partial(open_images, rules=request.rules()))
+        open_once = functools.cache(functools.partial(open_images, rules=request.rules(), may_download=True))
         return [_job_on_given_data(request, protocol, open_once) for protocol in request.protocol], {}
     root = Path(request.data_root).expanduser()
     planned = list(_jobs_of_suite(request, root) if request.suite else _jobs_on_known_data(request, root))
@@ -144,7 +144,7 @@ def digest_of(job: Job, data: EvaluationData, *, images: str, extractor: Extract
             "settings": job.settings.model_dump(mode="json"),
             "images": images,
             "files": [digest_of_files(path.parent, [path.name]) for path in files if path.is_file()],
-            "whitening": open_source(whitening).fingerprint() if whitening else None,
+            "whitening": open_source(whitening, may_download=True).fingerprint() if whitening else None,
             "format": _FORMAT,
             "name": data.name,
             "weights": extractor.model.fingerprint,

@@ -38,7 +38,9 @@ class EvaluationRequest(ModelSettings):
     cache: str = Field(
         "", description=f"folder where features are kept; default: OUTPUT/features; {_NO_CACHE}: they are not kept"
     )
-    again: bool = Field(False, description="measure again what the results already hold")
+    again: bool = Field(
+        False, description="measure again what the results already hold, and try unreadable images again"
+    )
 
     @model_validator(mode="after")
     def _something_is_asked_for(self) -> "EvaluationRequest":

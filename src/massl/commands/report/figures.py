@@ -59,7 +59,9 @@ def open_run(
 ) -> Iterator[RunFeatures]:
     """The run's backbone on its device, seeing images as its probe does."""
     recipe = validate(PretrainRecipe, read_yaml(folder / "recipe.yaml"), origin=str(folder / "recipe.yaml"))
-    open_as_run = functools.partial(open_source, rules=recipe.data.rules(ranges_of_run(str(folder))))
+    rules = recipe.data.rules(ranges_of_run(str(folder)))
+    # the recipe may be a stranger's: only images that the user named are downloaded
+    open_as_run = functools.partial(open_source, rules=rules, may_download=data is not None)
     sample = choose_sample(recipe, data, num_images=num_images, open_source=open_as_run)
     probes = recipe.probes
     settings = ModelSettings(

@@ -33,12 +33,12 @@ class Opener(Protocol):
         ...
 
 
-def _openers(on_listing: OnListing, as_before: bool, rules: ReadRules) -> dict[str, Opener]:
-    open_part = partial(open_source, on_listing=on_listing, as_before=as_before, rules=rules)
+def _openers(on_listing: OnListing, as_before: bool, rules: ReadRules, may_download: bool) -> dict[str, Opener]:
+    open_part = partial(open_source, on_listing=on_listing, as_before=as_before, rules=rules, may_download=may_download)
     return {
         "folder": partial(open_folder, on_listing=on_listing, as_before=as_before, rules=rules),
         "demo": open_demo,
-        "torchvision": open_torchvision,
+        "torchvision": partial(open_torchvision, may_download=may_download),
         "joined": partial(open_joined, open_part=open_part),
     }
 
@@ -49,19 +49,21 @@ def open_source(
     on_listing: OnListing = lambda num_files: None,
     as_before: bool = False,
     rules: ReadRules = DEFAULT_RULES,
+    may_download: bool = False,
 ) -> ImageSource:
     """Open `scheme:location`, or a plain path: a folder, or an archive when it ends in .npz.
 
     `on_listing` is called now and then with the number of files seen, while a folder is listed. `as_before` finds the
     files and classes of runs that began before massl read AVIF and HEIC and doubted classes. `rules` limits the size of
-    image files and gives the range of those with more than 8 bits.
+    image files and gives the range of those with more than 8 bits. `may_download` is for URIs that the user names:
+    those of recipes and run folders may be a stranger's and start no download.
     """
     if "\0" in str(uri):
         raise DataError(f"{str(uri)!r} holds a zero byte, which no path does; check --data")
     scheme = re.match(r"([A-Za-z][\w+-]*):", uri) if isinstance(uri, str) else None
     if scheme is None:
         return _open_path(uri, on_listing, as_before, rules)
-    openers = _openers(on_listing, as_before, rules)
+    openers = _openers(on_listing, as_before, rules, may_download)
     opener = openers.get(scheme[1])
     if opener is None:
         schemes = ", ".join(f"{known}:" for known in openers)

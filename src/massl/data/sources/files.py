@@ -84,7 +84,7 @@ class FileListSource:
 
     @cached_property
     def _fingerprint(self) -> str:
-        files = f"{self._orientation} {digest_of_files(self._root, self._files)}{self.rules.ranges.key}"
+        files = f"{self._orientation} {digest_of_files(self._root, self._files)}{self.rules.key}"
         digest = hashlib.sha256(files.encode())
         digest.update(self._labels or b"")
         return digest.hexdigest()

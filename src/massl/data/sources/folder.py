@@ -15,7 +15,7 @@ from massl.data.sources.base import Contents, DataError, EncodedImage, Orientati
 from massl.data.sources.file_stamps import digest_of_files, sizes_of_files
 from massl.data.sources.folder_labels import LabelRule, find_labels
 from massl.data.sources.formats import COMMON_SUFFIXES, DEEP_SUFFIXES, describe_ignored, ignored_kind, readable_suffixes
-from massl.data.sources.listing import FolderWalk, is_file, is_folder
+from massl.data.sources.listing import NOWHERE, FolderWalk, LeftOut, is_file, is_folder, why_no_file
 from massl.data.sources.rules import DEFAULT_RULES, ReadRules, read_file
 
 _FILES_PER_REPORT = 1000
@@ -67,10 +67,9 @@ class FolderSource:
                 self._file_name_ends.append(len(self._file_names))
             self._folders.append(folder)
             self._folder_ends.append(len(self._file_name_ends))
-        ignored = [*describe_ignored(lister.num_ignored), *lister.remarks]
+        ignored = [*describe_ignored(lister.num_ignored), *(f"left out {what}" for what in lister.left_out.described())]
         if not self._folders:
-            found = f"; {'; '.join(ignored)}" if ignored else ""
-            raise DataError(f"{root} holds no images; expected {' '.join(suffixes)} or class folders of them{found}")
+            raise DataError(_no_images(root, suffixes, lister, ignored))
         if labels == "folders" and self._folders[0] == "":
             problem = f"{root}: labels=folders needs every image inside a class folder"
             raise DataError(f"{problem}, but {self.key_of(0)} is not")
@@ -113,15 +112,17 @@ class FolderSource:
     @cached_property
     def _fingerprint(self) -> str:
         files = digest_of_files(self._root, map(self.key_of, range(len(self))))
-        return hashlib.sha256(f"{self._reading} {files}".encode()).hexdigest()
+        return hashlib.sha256(f"{self._reading}{self.rules.key} {files}".encode()).hexdigest()
 
     def contents(self) -> Contents:
-        return Contents(self._reading, sizes_of_files(self._root, map(self.key_of, range(len(self)))))
+        return Contents(
+            f"{self._reading}{self.rules.ranges.key}", sizes_of_files(self._root, map(self.key_of, range(len(self))))
+        )
 
     @property
     def _reading(self) -> str:
         labels = repr((self.class_names is None, self._folder_labels))  # per folder; the image keys name the folders
-        return f"{self._orientation} {labels}{self.rules.ranges.key}"
+        return f"{self._orientation} {labels}"
 
 
 class _Lister:
@@ -130,7 +131,7 @@ class _Lister:
     def __init__(self, suffixes: tuple[str, ...], on_listing: OnListing) -> None:
         self._suffixes = suffixes
         self.num_ignored: Counter[str] = Counter()  # image files that cannot be read, by suffix
-        self.remarks: list[str] = []
+        self.left_out = LeftOut()
         self._num_files = 0
         self._on_listing = on_listing
 
@@ -140,21 +141,34 @@ class _Lister:
         Hidden files and folders are skipped.
         """
         walk = FolderWalk(root, skip_hidden=True)
+        self.left_out = walk.left_out
         for relative, entries in walk:
-            file_names = [entry.name for entry in entries if self._is_image(entry)]
+            file_names = [entry.name for entry in entries if self._is_image(entry, relative)]
             if file_names:
                 yield relative, sorted(file_names)
-        self.remarks = walk.remarks
 
-    def _is_image(self, entry: os.DirEntry[str]) -> bool:
+    def _is_image(self, entry: os.DirEntry[str], folder: str) -> bool:
         self._num_files += 1
         if self._num_files % _FILES_PER_REPORT == 0:
             self._on_listing(self._num_files)
         if entry.name.lower().endswith(self._suffixes):
-            return is_file(entry)
+            if is_file(entry):
+                return True
+            self.left_out.add(why_no_file(entry), [f"{folder}/{entry.name}" if folder else entry.name])
+            return False
         if (suffix := ignored_kind(entry.name)) is not None:
             self.num_ignored[suffix] += 1
         return False
+
+
+def _no_images(root: Path, suffixes: tuple[str, ...], lister: _Lister, ignored: list[str]) -> str:
+    if lister.left_out.num[NOWHERE]:
+        found = "; ".join(ignored)
+        return (
+            f"{root} holds no images that can be read: {found}. Connect the disk that the links lead to, or mend them"
+        )
+    found = f"; {'; '.join(ignored)}" if ignored else ""
+    return f"{root} holds no images; expected {' '.join(suffixes)} or class folders of them{found}"
 
 
 def _other_folders(root: Path, with_images: set[str]) -> tuple[str, ...]:

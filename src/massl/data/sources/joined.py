@@ -61,4 +61,7 @@ class JoinedSource:
 
 
 def open_joined(location: str, *, name: str, open_part: Callable[[str], ImageSource]) -> JoinedSource:
-    return JoinedSource([open_part(part.strip()) for part in location.split("|")], name=name)
+    parts = [part.strip() for part in location.split("|")]
+    if any(part.startswith("joined:") for part in parts):
+        raise DataError(f"{name[:200]}: joined sources cannot be joined again; write joined:URI|URI|URI")
+    return JoinedSource([open_part(part) for part in parts], name=name)

@@ -1,4 +1,4 @@
-"""`torchvision:NAME?key=value&...`: any image set of torchvision; the parameters are its constructor's arguments."""
+"""`torchvision:NAME?key=value&...`: an image set of torchvision; the parameters are its constructor's arguments."""
 
 import hashlib
 import inspect
@@ -22,7 +22,24 @@ from massl.data.sources.listing import files_below
 _LABEL_ATTRIBUTES = ("targets", "_labels", "labels", "y", "samples", "_samples")
 # attributes with the set's own folder (ImageNet, Pets and most others, Aircraft, SUN397); CIFAR: root / base_folder
 _FOLDER_ATTRIBUTES = ("split_folder", "_base_folder", "_data_path", "_data_dir")
-_BASE_CLASSES = ("VisionDataset", "DatasetFolder")
+# Sets of single images whose files run no code: images, text, arrays, or pickles with a published check sum (CIFAR).
+# Not LSUN, which unpickles a file in the working folder.
+_SETS = (
+    *(
+        "CIFAR10",
+        "CIFAR100",
+        "CLEVRClassification",
+        "Caltech101",
+        "Caltech256",
+        "CelebA",
+        "Country211",
+        "DTD",
+        "EMNIST",
+    ),
+    *("EuroSAT", "FER2013", "FGVCAircraft", "FashionMNIST", "Flowers102", "Food101", "GTSRB", "INaturalist"),
+    *("ImageFolder", "ImageNet", "Imagenette", "KMNIST", "LFWPeople", "MNIST", "Omniglot", "OxfordIIITPet", "PCAM"),
+    *("Places365", "QMNIST", "RenderedSST2", "SEMEION", "STL10", "SUN397", "SVHN", "StanfordCars", "USPS"),
+)
 _TAKE_FUNCTIONS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
 
 
@@ -113,7 +130,7 @@ class TorchvisionSource:
                 return labels
         if _as_labels([self._dataset[0][1]], num_images=1) is None:  # boxes, captions, masks
             return None
-        # the set has no list (PCAM, FakeData): one pass over its items
+        # the set has no list (PCAM): one pass over its items
         return _as_labels([self._dataset[index][1] for index in range(len(self))], num_images=len(self))
 
 
@@ -162,18 +179,25 @@ def _lists_of_files(dataset: _Dataset) -> Iterator[tuple[str, list[Any]]]:
             yield name, values
 
 
-def open_torchvision(location: str, *, name: str) -> TorchvisionSource:
+def open_torchvision(location: str, *, name: str, may_download: bool = False) -> TorchvisionSource:
+    """`may_download`: whether download=true is followed."""
     try:
         from torchvision import datasets  # takes a second to import, only for this scheme
     except ImportError:
         raise DataError(f"{name} needs torchvision; install it with: pip install torchvision") from None
     set_name, parameters = split_query(location)
-    known = [candidate for candidate in datasets.__all__ if _is_set(getattr(datasets, candidate, None))]
+    known = [candidate for candidate in _SETS if hasattr(datasets, candidate)]
     if set_name not in known:
-        raise DataError(f"{name}: torchvision has no set {set_name!r}.{closest(set_name, known)}")
+        raise DataError(
+            f"{name}: massl opens no set {set_name!r} of torchvision.{closest(set_name, known)} It opens "
+            f"{', '.join(known)}; of other sets, save the images to a folder and give that"
+        )
     dataset_type = getattr(datasets, set_name)
     arguments = _constructor_arguments(dataset_type, parameters, name=name)
     decisive = {key: value for key, value in arguments.items() if key != "download"}
+    is_refused = arguments.get("download") is True and not may_download
+    if is_refused:
+        arguments["download"] = False
     try:
         return TorchvisionSource(dataset_type(**arguments), name=name, arguments=decisive)
     except MasslError:
@@ -184,15 +208,14 @@ def open_torchvision(location: str, *, name: str) -> TorchvisionSource:
         advice = ""
         if "root" in arguments:
             advice = f". Its files are expected below {arguments['root']!r}; root=DIR chooses another folder"
-        if arguments.get("download") is False:
+        if is_refused:
+            advice += (
+                ". download=true in a recipe is not followed; to fetch the files, give this URI yourself by --data"
+            )
+        elif arguments.get("download") is False:
             advice += ", download=true after the '?' fetches them"
         reason = str(error) if isinstance(error, RuntimeError | OSError) else f"{type(error).__name__}: {error}"
         raise DataError(f"{name} cannot be opened: {reason}{advice}") from None
-
-
-def _is_set(candidate: object) -> bool:
-    """A class whose files torchvision knows; not the base classes, which would need code from the caller."""
-    return inspect.isclass(candidate) and candidate.__name__ not in _BASE_CLASSES
 
 
 def _constructor_arguments(dataset_type: type, parameters: dict[str, str], *, name: str) -> dict[str, Any]:

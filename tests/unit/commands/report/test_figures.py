@@ -260,3 +260,20 @@ def test_a_bug_is_not_hidden_in_a_sentence(make_run: MakeRun, tmp_path: Path, mo
     monkeypatch.setattr(sections_of_figures, "sheet_markup", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         figures_of({"a": run}, device="cpu")
+
+
+def test_only_images_that_the_user_names_are_downloaded(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    class MNIST:
+        def __init__(self, root: str, download: bool = False) -> None:
+            asked.append(download)
+            raise RuntimeError("no files")
+
+    monkeypatch.setattr("torchvision.datasets.MNIST", MNIST)
+    uri = "torchvision:MNIST?root=mnist&download=true"
+    run = make_run("a", uri, {"probes.database": uri, "probes.queries": "joined:" + uri + "|" + uri})
+    figures_of({"a": run}, device="cpu")
+    assert asked == [False]
+    figures_of({"a": run}, data=uri, device="cpu")
+    assert asked == [False, True]

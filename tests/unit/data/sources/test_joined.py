@@ -49,3 +49,9 @@ def test_images_of_several_sizes_are_read_one_by_one(archives: list[Path], tmp_p
     joined = open_source(f"joined:{archives[0]}|{tmp_path / 'large.npz'}")
     assert joined.pixels is None
     assert joined.read(3).data.shape == (8, 8, 3)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("uri", ["joined:" * 3000, "joined:" * 3000 + "a|b", "joined:demo:test|joined:demo:test"])
+def test_joined_sources_are_not_joined_again(uri: str) -> None:
+    with pytest.raises(DataError, match="joined:URI"):
+        open_source(uri)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from massl.data.sources.base import DataError
 from massl.data.sources.folder import FolderSource
 from massl.data.sources.listing import MAX_DEPTH, MAX_VISITS, files_below
 
@@ -92,3 +93,27 @@ def test_files_come_in_one_order_whatever_the_file_system_says(tmp_path: Path) -
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     assert list(files_below(tmp_path)) == ["a/b/c", "a/z", "a-b", "a.txt", "a0/x", "b.jpg"]
+
+
+def test_links_that_lead_nowhere_are_counted_and_named(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/x.jpg").write_bytes(b"x")
+    (tmp_path / "gone.jpg").symlink_to(tmp_path / "unmounted/gone.jpg")
+    (tmp_path / "sub/loop.PNG").symlink_to(tmp_path / "sub/loop.PNG")
+    (tmp_path / "notes.txt").symlink_to(tmp_path / "unmounted/notes.txt")  # no image
+    (tmp_path / "sub/back").symlink_to(tmp_path)
+    os.mkfifo(tmp_path / "pipe.jpg")
+    source = FolderSource(tmp_path, name="photos")
+    assert [source.key_of(index) for index in range(len(source))] == ["sub/x.jpg"]
+    assert [remark for remark in source.remarks if remark.startswith("left out")] == [
+        "left out 1 FIFOs and devices (pipe.jpg)",
+        "left out 1 links back to a parent folder (sub/back)",
+        "left out 2 links that lead nowhere (gone.jpg, sub/loop.PNG)",
+    ]
+
+
+def test_a_folder_of_links_that_lead_nowhere_says_so(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.jpg").symlink_to(tmp_path / "unmounted" / f"{number}.jpg")
+    with pytest.raises(DataError, match=r"5 links that lead nowhere \(.*\.jpg, \.\.\.\)"):
+        FolderSource(tmp_path, name="photos")

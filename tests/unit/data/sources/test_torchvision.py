@@ -1,5 +1,7 @@
+import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,10 +63,9 @@ def test_labels_come_from_the_list_of_the_set_without_reading_images(attribute: 
 
 
 def test_a_set_without_a_list_of_labels_is_asked_image_by_image() -> None:
-    source = open_source("torchvision:FakeData?size=5&num_classes=3")
-    assert labels(source) == [source.read(index).label for index in range(5)]
-    assert source.class_names is not None
-    assert all(label is not None for label in labels(source))
+    source = TorchvisionSource(FewImages(grey_images(5), [2, 0, 1, 1, 2]), name="few")
+    assert labels(source) == [source.read(index).label for index in range(5)] == [2, 0, 1, 1, 2]
+    assert source.class_names == ("0", "1", "2")
 
 
 def test_boxes_and_negative_numbers_are_no_labels() -> None:
@@ -181,11 +182,6 @@ def test_which_file_is_which_image_counts_for_the_fingerprint(tmp_path: Path) ->
 
 
 def test_the_fingerprint_of_a_set_without_files_is_that_of_its_images() -> None:
-    first, *others = (
-        open_source(f"torchvision:FakeData?size=3&image_size=[3, 6, 4]{query}").fingerprint()
-        for query in ("", "", "&random_offset=1")
-    )
-    assert [other == first for other in others] == [True, False]
     few = [
         TorchvisionSource(FewImages([Image.new("L", (2, 2), grey)], [0]), name="few").fingerprint()
         for grey in (1, 1, 2)
@@ -193,18 +189,24 @@ def test_the_fingerprint_of_a_set_without_files_is_that_of_its_images() -> None:
     assert few[0] == few[1] != few[2]
 
 
-def test_parameters_are_read_as_yaml() -> None:
-    assert len(open_source("torchvision:FakeData?size=3&image_size=[3, 6, 4]")) == 3
-    image = open_source("torchvision:FakeData?size=3&image_size=[3, 6, 4]").read(0)
-    assert isinstance(image.data, np.ndarray)
-    assert image.data.shape == (6, 4, 3)
+def test_parameters_are_read_as_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    class MNIST(FewImages):
+        def __init__(self, root: str, train: bool = True, size: object = None) -> None:
+            super().__init__(grey_images(2), [0, 1])
+            given.extend((root, train, size))
+
+    monkeypatch.setattr("torchvision.datasets.MNIST", MNIST)
+    assert len(open_source("torchvision:MNIST?root=2021&train=false&size=[3, 6, 4]")) == 2
+    assert given == ["2021", False, [3, 6, 4]]
 
 
 @pytest.mark.parametrize(
     ("uri", "message"),
     [
         ("torchvision:CIFAR11", "Did you mean 'CIFAR10'"),
-        ("torchvision:FakeData?siez=3", "Did you mean 'size'"),
+        ("torchvision:CIFAR10?trian=3", "Did you mean 'train'"),
         ("torchvision:CIFAR10?root=/nowhere", "'/nowhere'.*download=true"),
         ("torchvision:CIFAR10?root=2021", "below '2021'"),  # a name, though YAML would make it a number
         ("torchvision:ImageFolder?root=/nowhere", "'/nowhere'; root=DIR chooses another folder$"),
@@ -214,11 +216,13 @@ def test_parameters_are_read_as_yaml() -> None:
         ("torchvision:wrap_dataset_for_transforms_v2", "no set 'wrap_dataset"),
         ("torchvision:__class__", "no set '__class__'"),
         ("torchvision:", "no set ''"),
-        ("torchvision:FakeData?size=3&transform=str", "no parameter 'transform'"),
+        ("torchvision:CIFAR10?transform=str", "no parameter 'transform'"),
+        ("torchvision:FakeData?size=3", "no set 'FakeData'"),
+        ("torchvision:LSUN?root=/nowhere&classes=val", "no set 'LSUN'.*folder"),
+        ("torchvision:LSUNClass?root=/nowhere", "no set 'LSUNClass'"),
         ("torchvision:ImageFolder?root=/nowhere&loader=open", "no parameter 'loader'"),
-        ("torchvision:FakeData?size=-1", "FakeData.*cannot be opened"),
-        ("torchvision:FakeData?size=3&image_size=[3, a, b]", "FakeData.*cannot be opened"),
-        ("torchvision:FakeData?size=3&random_offset={a: b}", "FakeData.*cannot be opened"),
+        ("torchvision:EMNIST?root=/nowhere&split=[3, a, b]", "EMNIST.*cannot be opened"),
+        ("torchvision:EMNIST?root=/nowhere&split={a: b}", "EMNIST.*cannot be opened"),
         ("torchvision:CIFAR10?download=maybe", "download=true"),
         ("torchvision:MNIST?root=a\0b", "zero byte"),
     ],
@@ -229,8 +233,8 @@ def test_what_cannot_be_opened_says_what_to_change(uri: str, message: str) -> No
 
 
 def test_a_value_that_is_not_yaml_names_its_parameter() -> None:
-    with pytest.raises(MasslError, match=r"size.*YAML"):
-        open_source("torchvision:FakeData?size=[[")
+    with pytest.raises(MasslError, match=r"train.*YAML"):
+        open_source("torchvision:CIFAR10?train=[[")
 
 
 def test_nothing_is_downloaded_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,10 +246,39 @@ def test_nothing_is_downloaded_unless_asked(monkeypatch: pytest.MonkeyPatch) -> 
             raise RuntimeError("no files")
 
     monkeypatch.setattr("torchvision.datasets.CIFAR10", CIFAR10)
-    for uri in ("torchvision:CIFAR10", "torchvision:CIFAR10?download=true"):
+    fetch = "torchvision:CIFAR10?download=true"
+    for uri in ("torchvision:CIFAR10", fetch, f"joined:{fetch}|{fetch}"):
         with pytest.raises(DataError, match="no files"):
+            open_source(uri, may_download=True)
+    assert asked == [False, True, True]
+    for uri in (fetch, f"joined:{fetch}|{fetch}"):  # of a recipe
+        with pytest.raises(DataError, match=r"no files.*not followed.*--data"):
             open_source(uri)
-    assert asked == [False, True]
+    assert asked == [False, True, True, False, False]
+
+
+def test_opening_a_set_reads_no_pickle_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LSUN of torchvision unpickles _cache_... in the working folder."""
+
+    class Environment:
+        def begin(self, write: bool) -> "Environment":
+            return self
+
+        def __enter__(self) -> "Environment":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def stat(self) -> dict[str, int]:
+            return {"entries": 1}
+
+    (tmp_path / "_cache_dbbedroomtrainlmdb").write_bytes(b"cos\nmkdir\n(S'owned'\ntR.")
+    monkeypatch.chdir(tmp_path)
+    fake = SimpleNamespace(open=lambda *_, **__: Environment())
+    monkeypatch.setitem(sys.modules, "lmdb", fake)  # type: ignore[arg-type]
+    with pytest.raises(MasslError):
+        open_source("torchvision:LSUN?root=db&classes=[bedroom_train]")
+    assert not (tmp_path / "owned").exists()
 
 
 def test_an_image_that_a_set_cannot_decode_is_an_unreadable_file() -> None:
