@@ -251,6 +251,9 @@ def _read_warnings(file: Path, remarks: _Remarks) -> tuple[TrainingWarning, ...]
             num_lost += 1
         else:
             different[warning] = None
+        if num_lost + len(different) > MOST_DAMAGED:
+            problems.append(f"{file.name} has too many lines: it is read no further than line {line.number:,}")
+            break
     remarks += problems
     if num_lost:
         remarks.append(f"{num_lost:,} line{'' if num_lost == 1 else 's'} of {file.name} cannot be read and left out")

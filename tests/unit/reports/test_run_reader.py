@@ -371,3 +371,10 @@ def test_metrics_of_countless_other_lines_are_read_no_further(make_run: MakeRun)
     assert [row["step"] for row in run.rows] == [0, 5, 10, 15, 20]
     assert any("more than 100,000 lines of metrics.jsonl" in remark for remark in run.remarks)
     assert len(run.remarks) < 30
+
+
+@pytest.mark.parametrize("line", ["{{}}", '{{"step": {number}, "warning": "slow"}}'])
+def test_countless_warnings_are_read_no_further(make_run: MakeRun, line: str) -> None:
+    folder = make_run("a")
+    (folder / "warnings.jsonl").write_text("".join(line.format(number=number) + "\n" for number in range(110_000)))
+    assert any("read no further than line 100,001" in remark for remark in read_run(folder).remarks)
