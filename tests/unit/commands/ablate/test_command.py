@@ -395,9 +395,9 @@ def test_the_plan_is_a_command_for_every_run_that_makes_exactly_it(
     assert [command[:2] for command in commands] == [["massl", "pretrain"]] * 4
     planned = grid("block-sampling", recipe="demo", overrides={"trainer.epochs": 3}, values=[64], seeds=[0, 1]).runs
     for command, run in zip(commands, planned, strict=True):
-        recipe, output, _ = parse_pretrain(command[2:])
-        assert recipe == run.recipe
-        assert Path(output) == tmp_path / run.folder
+        call = parse_pretrain(command[2:])
+        assert call.recipe == run.recipe
+        assert Path(call.output) == tmp_path / run.folder
     assert not list(tmp_path.rglob("ablation.*"))
 
 
