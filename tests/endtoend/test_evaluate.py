@@ -584,8 +584,23 @@ def test_damaged_line_of_the_results_is_named_and_half_a_last_line_is_not(evalua
     _assert_measured(evaluate("logreg"))
     assert len(_rows(output)) == 6 + 2
     path.write_text("half a li\n" + whole)
-    _assert_refused(evaluate("knn"), f"{path}, line 1", "JSON")
+    answer = evaluate("knn")
+    assert answer.status == 0, answer.text
+    assert "line 1 of results.jsonl is no result" in answer.text
     assert path.read_text() == "half a li\n" + whole
+
+
+@pytest.mark.parametrize("name", ["results.jsonl", "results.rejected.jsonl"])
+def test_results_that_are_a_link_are_refused_before_anything_is_measured(
+    evaluate: Any, output: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "notes.txt").write_text("own")
+    output.mkdir()
+    (output / name).symlink_to(tmp_path / "notes.txt")
+    answer = evaluate("knn")
+    _assert_refused(answer, str(output / name), "is a link")
+    assert "numbers in" not in answer.text
+    assert (tmp_path / "notes.txt").read_text() == "own"
 
 
 def test_full_disk_is_an_error_without_a_traceback(
