@@ -143,12 +143,14 @@ def test_a_run_is_held_against_the_recipe_its_command_names(copy_of: Callable[[s
     file = bare / "environment.json"
     environment = json.loads(file.read_text())
     for words in (["--recipe", "demo"], ["--recipe=demo"]):
-        file.write_text(json.dumps({**environment, "command": ["massl", "pretrain", *words, "--output", "runs/a"]}))
+        file.write_text(
+            json.dumps({**environment, "first_command": ["massl", "pretrain", *words, "--output", "runs/a"]})
+        )
         (packaged,) = command.packaged_recipes(report([bare], output=bare / "r.html", figures=False).runs).values()
         assert (packaged.name, packaged.is_named) == ("demo", True)
         assert packaged.changes["trainer.epochs"] == (14, 2)
         assert "optimizer.weight_decay" not in packaged.changes
-    file.write_text(json.dumps({**environment, "command": ["train.py"]}))
+    file.write_text(json.dumps({**environment, "first_command": ["train.py"]}))
     (packaged,) = command.packaged_recipes(report([bare], output=bare / "r.html", figures=False).runs).values()
     assert not packaged.is_named
 
