@@ -77,7 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     finally:
         # A command of its own stays so to its very end: Python waits for threads, which may be stuck.
-        if arguments is not None:
+        if arguments is None:
+            interrupts.ending()
+        else:
             interrupts.__exit__(None, None, None)
 
 

@@ -40,6 +40,13 @@ class Interrupts:
         if self._is_active:
             signal.signal(signal.SIGINT, self._handler)
 
+    def ending(self) -> None:
+        """The command has done its work: from now on only a second signal ends it, and no traceback shows."""
+        if self._is_active:
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, lambda number, frame: None)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -49,7 +49,7 @@ def count_events(path: str) -> None:
 
     original = massl.cli.main
 
-    def main(arguments: list[str]) -> int:
+    def main(arguments: list[str] | None = None) -> int:
         sys.setprofile(count)
         try:
             return original(arguments)
@@ -225,7 +225,7 @@ def _run_child(job: dict[str, Any]) -> NoReturn:
     for name, values in job["hooks"].items():
         HOOKS[name](*values)
     try:
-        status = massl.cli.main(job["arguments"])
+        status = massl.cli.main()
     except SystemExit as exit_request:
         status = exit_request.code if isinstance(exit_request.code, int) else 1
     except BaseException:

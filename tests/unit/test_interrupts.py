@@ -107,3 +107,14 @@ def test_what_is_ignored_stays_ignored_and_handlers_come_back() -> None:
         print("alive")
     """)
     assert (ended.returncode, ended.stdout) == (0, "alive\n")
+
+
+def test_a_signal_while_a_command_ends_shows_no_traceback() -> None:
+    code = (
+        "import atexit, os, signal, sys, massl.cli as cli\n"
+        "atexit.register(lambda: [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGUSR1)])\n"
+        "sys.argv = ['massl', 'recipes', 'demo']\n"
+        "sys.exit(cli.main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
