@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import signal
 import subprocess
 import sys
 import termios
@@ -17,6 +18,11 @@ import pytest
 from massl import interrupts
 
 
+def _take_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored, if the tests themselves run under nohup
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 @pytest.mark.slow
 def test_a_run_whose_terminal_is_closed_saves_and_stops(recipe: Path, make_folder: Any, tmp_path: Path) -> None:
     master, terminal = pty.openpty()
@@ -28,7 +34,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_stops(recipe: Path, make_folde
         stdout=terminal,
         stderr=terminal,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=_take_terminal,
         env=os.environ | {"PYTHONPATH": str(Path(interrupts.__file__).parents[1])},
     )
     os.close(terminal)
@@ -45,5 +51,8 @@ def test_a_run_whose_terminal_is_closed_saves_and_stops(recipe: Path, make_folde
     while time.monotonic() < deadline and (run / "metrics.jsonl").read_bytes().count(b"\n") < 4:
         time.sleep(0.05)
     os.close(master)
-    assert process.wait(timeout=120) == 129
+    try:
+        assert process.wait(timeout=120) == 129
+    finally:
+        process.kill()
     assert list((run / "checkpoints").glob("step_*.pt"))
