@@ -62,6 +62,7 @@ def hostile_uris(case: Case) -> None:
         "LSUN",
         "CIFAR10",
         "ImageFolder",
+        "EuroSAT",
         "MNIST",
         "VisionDataset",
         "os",

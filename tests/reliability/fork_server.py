@@ -212,6 +212,13 @@ HOOKS: dict[str, Callable[..., None]] = {
 }
 
 
+def _listen(original: Callable[..., Any], interrupts: Any) -> Any:
+    """From here on the command answers SIGINT. Sooner, Python itself would: what it says then is not massl's."""
+    result = original(interrupts)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    return result
+
+
 def _run_child(job: dict[str, Any]) -> NoReturn:
     os.setpgid(0, 0)  # a group of its own: it can be signalled with its workers, as by a terminal
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -224,6 +231,7 @@ def _run_child(job: dict[str, Any]) -> NoReturn:
     torch.set_num_threads(1)
     for name, values in job["hooks"].items():
         HOOKS[name](*values)
+    _wrap("massl.cli:Interrupts.__enter__", _listen)
     try:
         status = massl.cli.main()
     except SystemExit as exit_request:
@@ -258,9 +266,11 @@ def serve() -> None:
             if answer["status"] is not None:
                 running.discard(request["poll"])
         else:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child unblocks it in _listen
             pid = os.fork()
             if pid == 0:
                 _run_child(request)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             running.add(pid)
             answer = {"pid": pid}
         print(json.dumps(answer), flush=True)

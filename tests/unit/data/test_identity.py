@@ -85,11 +85,12 @@ def test_joined_sources_are_known_by_their_parts_in_order(photos: Path, tmp_path
 
 
 def test_a_torchvision_set_on_disk_may_move_but_not_change(photos: Path, tmp_path: Path) -> None:
-    before = identity(f"torchvision:ImageFolder?root={photos}")
-    shutil.move(photos, tmp_path / "moved")
-    assert identity(f"torchvision:ImageFolder?root={tmp_path / 'moved'}").digest == before.digest
-    write_image(tmp_path / "moved" / "a" / "1.png", side=64)
-    assert identity(f"torchvision:ImageFolder?root={tmp_path / 'moved'}").digest != before.digest
+    shutil.copytree(photos, tmp_path / "first" / "country211" / "train")
+    before = identity(f"torchvision:Country211?root={tmp_path / 'first'}")
+    shutil.move(tmp_path / "first", tmp_path / "moved")
+    assert identity(f"torchvision:Country211?root={tmp_path / 'moved'}").digest == before.digest
+    write_image(tmp_path / "moved" / "country211" / "train" / "a" / "1.png", side=64)
+    assert identity(f"torchvision:Country211?root={tmp_path / 'moved'}").digest != before.digest
 
 
 def test_a_subset_is_known_by_its_choice(photos: Path) -> None:

@@ -23,7 +23,7 @@ _LABEL_ATTRIBUTES = ("targets", "_labels", "labels", "y", "samples", "_samples")
 # attributes with the set's own folder (ImageNet, Pets and most others, Aircraft, SUN397); CIFAR: root / base_folder
 _FOLDER_ATTRIBUTES = ("split_folder", "_base_folder", "_data_path", "_data_dir")
 # Sets of single images whose files run no code: images, text, arrays, or pickles with a published check sum (CIFAR).
-# Not LSUN, which unpickles a file in the working folder.
+# Not LSUN, which unpickles a file in the working folder. Not ImageFolder, which follows links without end.
 _SETS = (
     *(
         "CIFAR10",
@@ -37,7 +37,7 @@ _SETS = (
         "EMNIST",
     ),
     *("EuroSAT", "FER2013", "FGVCAircraft", "FashionMNIST", "Flowers102", "Food101", "GTSRB", "INaturalist"),
-    *("ImageFolder", "ImageNet", "Imagenette", "KMNIST", "LFWPeople", "MNIST", "Omniglot", "OxfordIIITPet", "PCAM"),
+    *("ImageNet", "Imagenette", "KMNIST", "LFWPeople", "MNIST", "Omniglot", "OxfordIIITPet", "PCAM"),
     *("Places365", "QMNIST", "RenderedSST2", "SEMEION", "STL10", "SUN397", "SVHN", "StanfordCars", "USPS"),
 )
 _TAKE_FUNCTIONS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
@@ -187,6 +187,8 @@ def open_torchvision(location: str, *, name: str, may_download: bool = False) ->
         raise DataError(f"{name} needs torchvision; install it with: pip install torchvision") from None
     set_name, parameters = split_query(location)
     known = [candidate for candidate in _SETS if hasattr(datasets, candidate)]
+    if set_name == "ImageFolder":
+        raise DataError(f"{name}: give the folder itself instead, such as --data {parameters.get('root', 'DIR')}")
     if set_name not in known:
         raise DataError(
             f"{name}: massl opens no set {set_name!r} of torchvision.{closest(set_name, known)} It opens "

@@ -41,15 +41,16 @@ def labels(source: ImageSource) -> list[int | None]:
 
 def test_a_set_on_disk_gives_images_labels_and_class_names(tmp_path: Path) -> None:
     for class_name, colour in (("cat", (1, 2, 3)), ("dog", (4, 5, 6))):
-        (tmp_path / class_name).mkdir()
-        Image.new("RGB", (5, 4), colour).save(tmp_path / class_name / "x.png")
-    source = open_source(f"torchvision:ImageFolder?root={tmp_path}")
+        folder = tmp_path / "country211" / "train" / class_name
+        folder.mkdir(parents=True)
+        Image.new("RGB", (5, 4), colour).save(folder / "x.png")
+    source = open_source(f"torchvision:Country211?root={tmp_path}")
     assert source.class_names == ("cat", "dog")
     image = source.read(1)
     assert isinstance(image.data, np.ndarray)
     assert image.data.shape == (4, 5, 3)
     assert image.data[0, 0].tolist() == [4, 5, 6]
-    assert (image.label, image.key) == (1, "ImageFolder/1")
+    assert (image.label, image.key) == (1, "Country211/1")
 
 
 @pytest.mark.parametrize("attribute", ["targets", "_labels", "labels", "y", "samples", "_samples"])
@@ -136,15 +137,14 @@ def test_the_fingerprint_of_a_set_in_memory_is_that_of_its_pixels_and_labels() -
 
 
 def test_the_fingerprint_of_a_set_on_disk_changes_with_its_files(tmp_path: Path) -> None:
-    for class_name in ("cat", "dog"):
-        (tmp_path / class_name).mkdir()
-        Image.new("RGB", (5, 4)).save(tmp_path / class_name / "x.png")
-    source = open_source(f"torchvision:ImageFolder?root={tmp_path}")
-    first = source.fingerprint()
-    assert open_source(f"torchvision:ImageFolder?root={tmp_path}").fingerprint() == first
-    assert open_source(f"torchvision:ImageFolder?root={tmp_path}&allow_empty=true").fingerprint() != first
-    Image.new("RGB", (5, 4), (1, 2, 3)).save(tmp_path / "dog" / "x.png")
-    assert open_source(f"torchvision:ImageFolder?root={tmp_path}").fingerprint() != first
+    for folder in ("train/cat", "train/dog", "test/cat", "test/dog"):
+        (tmp_path / "country211" / folder).mkdir(parents=True)
+        Image.new("RGB", (5, 4)).save(tmp_path / "country211" / folder / "x.png")
+    first = open_source(f"torchvision:Country211?root={tmp_path}").fingerprint()
+    assert open_source(f"torchvision:Country211?root={tmp_path}").fingerprint() == first
+    assert open_source(f"torchvision:Country211?root={tmp_path}&split=test").fingerprint() != first
+    Image.new("RGB", (5, 4), (1, 2, 3)).save(tmp_path / "country211" / "train" / "dog" / "x.png")
+    assert open_source(f"torchvision:Country211?root={tmp_path}").fingerprint() != first
 
 
 def test_only_the_folder_of_the_set_itself_counts_for_its_fingerprint(tmp_path: Path) -> None:
@@ -209,7 +209,8 @@ def test_parameters_are_read_as_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
         ("torchvision:CIFAR10?trian=3", "Did you mean 'train'"),
         ("torchvision:CIFAR10?root=/nowhere", "'/nowhere'.*download=true"),
         ("torchvision:CIFAR10?root=2021", "below '2021'"),  # a name, though YAML would make it a number
-        ("torchvision:ImageFolder?root=/nowhere", "'/nowhere'; root=DIR chooses another folder$"),
+        ("torchvision:ImageFolder?root=/nowhere", "give the folder itself.*--data /nowhere"),
+        ("torchvision:RenderedSST2?root=/nowhere", "'/nowhere'; root=DIR chooses another folder"),
         ("torchvision:OxfordIIITPet?root=/nowhere&split=trainvall", "split"),
         ("torchvision:VisionDataset", "no set 'VisionDataset'"),
         ("torchvision:DatasetFolder?root=/nowhere", "no set 'DatasetFolder'"),
@@ -220,7 +221,7 @@ def test_parameters_are_read_as_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
         ("torchvision:FakeData?size=3", "no set 'FakeData'"),
         ("torchvision:LSUN?root=/nowhere&classes=val", "no set 'LSUN'.*folder"),
         ("torchvision:LSUNClass?root=/nowhere", "no set 'LSUNClass'"),
-        ("torchvision:ImageFolder?root=/nowhere&loader=open", "no parameter 'loader'"),
+        ("torchvision:EuroSAT?root=/nowhere&loader=open", "no parameter 'loader'"),
         ("torchvision:EMNIST?root=/nowhere&split=[3, a, b]", "EMNIST.*cannot be opened"),
         ("torchvision:EMNIST?root=/nowhere&split={a: b}", "EMNIST.*cannot be opened"),
         ("torchvision:CIFAR10?download=maybe", "download=true"),
