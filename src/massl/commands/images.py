@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,13 @@ def open_images(
     for remark in (*remarks_of(source), *settle_ranges(source)):
         print_line(console, remark)
     return source
+
+
+def download_named(named: Mapping[str, object], *keys: str) -> None:
+    """Fetch the files of sets that the user named with download=true; whatever opens them later starts no download."""
+    for uri in (str(named[key]) for key in keys if named.get(key)):
+        if uri.startswith("torchvision:") and "download=true" in uri:
+            open_source(uri, may_download=True)
 
 
 @contextmanager

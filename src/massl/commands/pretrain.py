@@ -13,7 +13,7 @@ from massl import distributed
 from massl.commands.arguments import exit_status
 from massl.commands.console import message_console, print_line, working
 from massl.commands.device import choose_device, host_threads_for
-from massl.commands.images import SkippedImages, open_images
+from massl.commands.images import SkippedImages, download_named, open_images
 from massl.commands.pretrain_arguments import parse_pretrain, recipe_of_run, resolve_recipe
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.run_messages import (
@@ -94,7 +94,9 @@ def pretrain(
         with stop_together():
             as_before = folder.lists_as_before
             rules = resolved.data.rules(folder.known_ranges)
-            is_named = data is not None or "data.source" in dotted(overrides or {}, PretrainRecipe)
+            named = dotted(overrides or {}, PretrainRecipe)
+            is_named = data is not None or "data.source" in named
+            download_named(named, "probes.database", "probes.queries")
             source = open_images(resolved.data.source, as_before=as_before, rules=rules, may_download=is_named)
             identity = identify(source, as_before=as_before)
         require_equal_ranks(resolved, identity)

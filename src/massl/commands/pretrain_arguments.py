@@ -45,7 +45,9 @@ class PretrainCall(NamedTuple):
     recipe: PretrainRecipe
     output: str
     start_from: str | None
-    data: str | None  # given on the command line, not by a recipe
+    # given on the command line, not by a recipe: only these images may be downloaded
+    data: str | None
+    overrides: dict[str, str]
 
 
 def parse_pretrain(arguments: Sequence[str]) -> PretrainCall:
@@ -67,7 +69,14 @@ def parse_pretrain(arguments: Sequence[str]) -> PretrainCall:
     parsed = parse(arguments_type, "pretrain", DESCRIPTION, arguments, default=defaults)
     values = {field: getattr(parsed, field) for field in PretrainRecipe.model_fields}
     given_data = None if data is None else parsed.data.source
-    return PretrainCall(PretrainRecipe.model_validate(values), parsed.output, parsed.start_from, given_data)
+    probed = {key: _value_of(f"--{key}", arguments) for key in ("probes.database", "probes.queries")}
+    return PretrainCall(
+        PretrainRecipe.model_validate(values),
+        parsed.output,
+        parsed.start_from,
+        given_data,
+        {key: value for key, value in probed.items() if value is not None},
+    )
 
 
 def recipe_of_run(*runs: str | Path | None, data: str | Path | None = None) -> Path:

@@ -8,6 +8,7 @@ from PIL import Image
 
 import massl
 from massl.commands import pretrain as command
+from massl.commands.ablate import command as ablate
 from massl.config import MasslError
 from massl.data.sources.base import DataError
 from massl.training.run_folder import RunFolderError
@@ -177,3 +178,10 @@ def test_only_images_named_by_the_user_are_downloaded(
         with pytest.raises(DataError):
             command.main(["--recipe", str(recipe), option, uri, "--output", output])
     assert asked == [False, False, True, True, True, True]
+    images = ["--recipe", str(recipe), "--data", "demo:train"]
+    for option in ("--probes.database", "--probes.queries"):
+        with pytest.raises(DataError):
+            command.main([*images, option, uri, "--output", output])
+    with pytest.raises(DataError):
+        ablate.main(["block-size", *images, "--train", uri, "--test", uri, "--output", output])
+    assert asked[6:] == [True, True, True]

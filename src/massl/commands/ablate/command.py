@@ -25,6 +25,7 @@ from massl.commands.console import (
     result_console,
 )
 from massl.commands.device import release_memory
+from massl.commands.images import download_named
 from massl.commands.pretrain import RunInterrupted, pretrain
 from massl.commands.recipe import PretrainRecipe, TrainingImages, as_set_options, load_recipe, parse_set_options
 from massl.config import RecipeError, Settings, validate
@@ -177,6 +178,8 @@ def _prepare(settings: AblateSettings) -> _Work:
     massl_settings(base)  # first: with another method nothing else matters
     is_named = "data.source" in {**overrides, **images}
     num_images = len(open_source(base.data.source, may_download=is_named))
+    download_named(overrides, "probes.database", "probes.queries")
+    download_named(settings.model_dump(), "train", "test")
     yardstick = choose_yardstick(base, train=settings.train, test=settings.test)
     output = Path(settings.output).expanduser()
     grid = plan_grid(

@@ -211,9 +211,7 @@ def open_torchvision(location: str, *, name: str, may_download: bool = False) ->
         if "root" in arguments:
             advice = f". Its files are expected below {arguments['root']!r}; root=DIR chooses another folder"
         if is_refused:
-            advice += (
-                ". download=true in a recipe is not followed; to fetch the files, give this URI yourself by --data"
-            )
+            advice += ". download=true in a recipe is not followed; to fetch the files, give this URI as an option"
         elif arguments.get("download") is False:
             advice += ", download=true after the '?' fetches them"
         reason = str(error) if isinstance(error, RuntimeError | OSError) else f"{type(error).__name__}: {error}"

@@ -253,7 +253,7 @@ def test_nothing_is_downloaded_unless_asked(monkeypatch: pytest.MonkeyPatch) -> 
             open_source(uri, may_download=True)
     assert asked == [False, True, True]
     for uri in (fetch, f"joined:{fetch}|{fetch}"):  # of a recipe
-        with pytest.raises(DataError, match=r"no files.*not followed.*--data"):
+        with pytest.raises(DataError, match=r"no files.*not followed.*as an option"):
             open_source(uri)
     assert asked == [False, True, True, False, False]
 
