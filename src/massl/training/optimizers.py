@@ -159,7 +159,8 @@ class DecayedAdamW(PortableState, AdamW):
         if is_finite is None:
             torch._foreach_add_(steps, 1.0)
         else:
-            torch._foreach_add_(steps, is_finite.float())
+            # a list: a single tensor may be read by the host, which a recorded CUDA graph must not
+            torch._foreach_add_(steps, [is_finite.float()] * len(steps))
         group = self.param_groups[0]  # betas and epsilon are the same in all groups
         clipped_adamw_(
             parameters,
