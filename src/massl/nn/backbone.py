@@ -1,7 +1,6 @@
 """Any timm model as a backbone: one feature vector per image, and patch tokens for transformers."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,16 +12,26 @@ from torch.utils.checkpoint import checkpoint
 from massl import keyed_random
 from massl.config import RecipeError, Settings
 from massl.nn.drop_path import KeyedDropPath, draw_scales, keep_probabilities, replace_drop_paths
-from massl.nn.positions import FirstAxis, fix_positions, model_positions
+from massl.nn.positions import FirstAxis, ResamplingRule, fix_positions, resampling_rule
 from massl.nn.timm_models import checked_options, create_timm_model
 from massl.nn.transformer.plain import (
     KernelOptions,
     class_token_of_last_block,
-    embed_patches,
     has_plain_attention,
     refuse_unknown_transformer,
     why_not_fused,
 )
+from massl.nn.transformer.tokens import (
+    Tokens,
+    Transformer,
+    embed_images,
+    is_transformer,
+    normed_tokens,
+    pools_class_token,
+    rotations_of,
+)
+
+__all__ = ["Backbone", "BackboneSettings", "Tokens", "build_backbone", "refuse_published_weights"]
 
 
 class BackboneSettings(Settings):
@@ -56,24 +65,20 @@ def refuse_published_weights(settings: BackboneSettings) -> None:
     ]
     given = f"backbone.name {settings.name!r}" if tag else f"backbone.timm_options.{''.join(keys[:1])}"
     if tag or keys:
+        wanted = f"--init {settings.timm_arguments()['model_name']}" if tag else "--init NAME, with a tag of timm's"
+        instead = f"give backbone.name {name}" if tag else "leave it out"
         raise RecipeError(
-            f"{given} asks for published weights; starting from published weights is not supported yet. To start from "
-            f"random ones {f'give backbone.name {name}' if tag else 'leave it out'}; --start_from takes those of a run."
+            f"{given} asks for published weights, but backbone settings only describe an architecture. To start from "
+            f"published weights give {wanted}; to start from random ones {instead}."
         )
     checked_options(settings.timm_arguments(), prefix="backbone.timm_options.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    pooled: Tensor  # [B, D]: the class token after the final norm, or a network's pooled features
-    patches: Tensor | None  # [B, N, D] after the final norm; None if the network has no patch tokens
 
 
 class Backbone(nn.Module):
     """Wraps a timm model: `backbone.model` is the plain timm module with its own state dict.
 
-    Vision transformers accept images of any size: position embeddings are resampled as in DINO, and pixels beyond the
-    last whole patch are ignored. Other networks return their pooled features.
+    Vision transformers (also DINOv3's, timm's `Eva`) accept images of any size: position embeddings are resampled by
+    the model's rule, and pixels beyond the last whole patch are ignored. Other networks return their pooled features.
     """
 
     keep: Tensor  # [num_drop_paths] probability that a residual branch is kept
@@ -89,6 +94,7 @@ class Backbone(nn.Module):
         self.fused_kernels = False
         self.float32_stream = False
         self._layout = torch.contiguous_format
+        self._rotations: dict[tuple[torch.device, int, int], Tensor | None] = {}
         self._drop_paths = replace_drop_paths(model)
         self.register_buffer("keep", keep_probabilities(self._drop_paths), persistent=False)
         self._class_token_of_last_block = class_token_of_last_block
@@ -96,9 +102,9 @@ class Backbone(nn.Module):
     def forward(self, images: Tensor, sample_keys: Tensor | None = None) -> Tokens:  # [B, 3, H, W], [B] int64
         """Features of the images; `sample_keys` turns stochastic depth on and decides its random choices."""
         scales = self._scales(sample_keys)
-        if not isinstance(self.model, VisionTransformer):
+        if not is_transformer(self.model):
             return Tokens(pooled=self._pooled(images, scales), patches=None)
-        return self._tokens(embed_images(self.model, images), scales)
+        return self._tokens(images, scales)
 
     # groups of [R_i, 3, H_i, W_i] -> [sum R_i, D]
     def pooled(self, view_groups: list[Tensor], sample_keys: Tensor | None = None) -> Tensor:
@@ -108,7 +114,7 @@ class Backbone(nn.Module):
         if options is not None:
             from massl.nn.transformer.fused import class_features  # needs Triton, which requires CUDA
 
-            return class_features(self._transformer(), view_groups, scales, options)
+            return class_features(self._vision_transformer(), view_groups, scales, options)
         parts = _split_scales(scales, view_groups)
         return torch.cat([self._pooled(group, part) for group, part in zip(view_groups, parts, strict=True)])
 
@@ -127,14 +133,15 @@ class Backbone(nn.Module):
         masked.
         """
         assert (masks is None) == (mask_token is None)
-        model, scales = self._transformer(), self._scales(sample_keys)
+        scales = self._scales(sample_keys)
         options = self._kernel_options(view_groups[0])
         if options is not None:
             from massl.nn.transformer.fused import class_and_patch_features
 
+            model = self._vision_transformer()
             return class_and_patch_features(model, view_groups, scales, options, masks=masks, mask_token=mask_token)
         parts = _split_scales(scales, view_groups)
-        first = self._tokens(embed_images(model, view_groups[0], masks, mask_token), parts[0])
+        first = self._tokens(view_groups[0], parts[0], masks, mask_token)
         further = [self._pooled(group, part) for group, part in zip(view_groups[1:], parts[1:], strict=True)]
         assert first.patches is not None
         return torch.cat([first.pooled, *further]), first.patches
@@ -150,14 +157,28 @@ class Backbone(nn.Module):
         if options is not None:
             from massl.nn.transformer.fused import visible_features
 
-            return visible_features(model, images, kept, scales, options)
+            return visible_features(self._vision_transformer(), images, kept, scales, options)
         prefix, patches = torch.tensor_split(embed_images(model, images), [model.num_prefix_tokens], dim=1)
         chosen = patches.gather(1, kept[..., None].expand(-1, -1, patches.shape[2]))
-        return model.norm(self._through_blocks(torch.cat([prefix, chosen], dim=1), model.blocks, scales))  # type: ignore[no-any-return]
+        rotations = self.rotations(images)
+        chosen_rotations = None if rotations is None else rotations[kept][:, None]  # [R, 1, n, 2 * head_dim]
+        tokens = torch.cat([prefix, chosen], dim=1)
+        return model.norm(self._through_blocks(tokens, model.blocks, scales, chosen_rotations))  # type: ignore[no-any-return]
 
     @property
     def model_name(self) -> str:
         return str(self.timm_arguments["model_name"])
+
+    @property
+    def is_transformer(self) -> bool:
+        """Whether the model has patch tokens; others have only pooled features."""
+        return is_transformer(self.model)
+
+    @property
+    def position_resampling(self) -> ResamplingRule | None:
+        """How position embeddings are resampled to other sizes; None: the model has no table of them."""
+        has_table = is_transformer(self.model) and self.model.pos_embed is not None
+        return resampling_rule(self.model) if has_table else None
 
     @property
     def patch_size(self) -> int:
@@ -170,12 +191,26 @@ class Backbone(nn.Module):
 
     def fix_positions(self, *, first_axis: FirstAxis) -> None:
         """Replace learned positions by fixed sines and cosines: "rows" first as in MoCo-v3, "columns" as in MAE."""
-        fix_positions(self._transformer(), first_axis=first_axis)
+        fix_positions(self._vision_transformer(), first_axis=first_axis)
 
-    def _transformer(self) -> VisionTransformer:
-        if not isinstance(self.model, VisionTransformer):
+    def rotations(self, images: Tensor) -> Tensor | None:  # [B, 3, H, W] -> [patches, 2 * head_dim]
+        """What the blocks rotate queries and keys by (DINOv3); None for other models."""
+        height, width = images.shape[2] // self.patch_size, images.shape[3] // self.patch_size
+        if (key := (images.device, height, width)) not in self._rotations:  # a CUDA graph copies nothing from the host
+            self._rotations[key] = rotations_of(self._transformer(), height, width)
+        return self._rotations[key]
+
+    def _transformer(self) -> Transformer:
+        if not is_transformer(self.model):
             name = self.model_name
             raise RecipeError(f"this needs a vision transformer, not {name}; choose e.g. vit_small_patch16_224")
+        return self.model
+
+    def _vision_transformer(self) -> VisionTransformer:
+        if not isinstance(self.model, VisionTransformer):
+            raise RecipeError(
+                f"this needs position embeddings; instead of {self.model_name} choose e.g. vit_small_patch16_224"
+            )
         return self.model
 
     def _kernel_options(self, images: Tensor) -> KernelOptions | None:
@@ -191,35 +226,41 @@ class Backbone(nn.Module):
         dtype = torch.get_autocast_dtype("cuda")
         return None if dtype == torch.float32 else dtype
 
-    def _tokens(self, embedded: Tensor, scales: Tensor | None) -> Tokens:  # [B, prefix + N, D]
+    def _tokens(
+        self, images: Tensor, scales: Tensor | None, masks: Tensor | None = None, mask_token: Tensor | None = None
+    ) -> Tokens:
         model = self._transformer()
-        return normed_tokens(model, self._through_blocks(embedded, model.blocks, scales))
+        embedded = embed_images(model, images, masks, mask_token)
+        return normed_tokens(model, self._through_blocks(embedded, model.blocks, scales, self.rotations(images)))
 
     def _pooled(self, images: Tensor, scales: Tensor | None) -> Tensor:  # [B, 3, H, W] -> [B, D]
         model = self.model
-        if not isinstance(model, VisionTransformer):
+        if not is_transformer(model):
             self._set_scales(model, scales)
             return model(images.contiguous(memory_format=self._layout))  # type: ignore[no-any-return]
-        if model.cls_token is None or not has_plain_attention(model.blocks[-1]):
-            return self._tokens(embed_images(model, images), scales).pooled
+        if not pools_class_token(model) or not has_plain_attention(model.blocks[-1]):
+            return self._tokens(images, scales).pooled
         tokens = self._through_blocks(embed_images(model, images), model.blocks[:-1], scales)
         self._set_scales(model.blocks[-1], scales)
         return model.fc_norm(model.norm(self._class_token_of_last_block(model.blocks[-1], tokens))[:, 0])  # type: ignore[no-any-return]
 
-    def _through_blocks(self, tokens: Tensor, blocks: Iterable[nn.Module], scales: Tensor | None) -> Tensor:
+    def _through_blocks(
+        self, tokens: Tensor, blocks: Iterable[nn.Module], scales: Tensor | None, rotations: Tensor | None = None
+    ) -> Tensor:
         run = self._run_block
         for block in blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 # no random state: nothing here uses it (dropout is refused), and a CUDA graph cannot read it
-                tokens = checkpoint(run, block, tokens, scales, use_reentrant=False, preserve_rng_state=False)
+                parts = (block, tokens, scales, rotations)
+                tokens = checkpoint(run, *parts, use_reentrant=False, preserve_rng_state=False)
             else:
-                tokens = run(block, tokens, scales)
+                tokens = run(block, tokens, scales, rotations)
         return tokens
 
-    def _run_block(self, block: nn.Module, tokens: Tensor, scales: Tensor | None) -> Tensor:
+    def _run_block(self, block: nn.Module, tokens: Tensor, scales: Tensor | None, rotations: Tensor | None) -> Tensor:
         # inside the checkpointed function, so that recomputation in the backward pass uses the same scales
         self._set_scales(block, scales)
-        return block(tokens)  # type: ignore[no-any-return]
+        return block(tokens) if rotations is None else block(tokens, rope=rotations)  # type: ignore[no-any-return]
 
     def _scales(self, sample_keys: Tensor | None) -> Tensor | None:  # [B] -> [num_drop_paths, B]
         return None if sample_keys is None or not self._drop_paths else draw_scales(self.keep, sample_keys)
@@ -241,19 +282,19 @@ class Backbone(nn.Module):
 
     def use_channels_last(self) -> None:
         """Use the channels-last layout, which is faster for convolutions on a GPU; not for transformers."""
-        assert not isinstance(self.model, VisionTransformer)
+        assert not self.is_transformer
         self._layout = torch.channels_last
         self.model.to(memory_format=torch.channels_last)
 
     def compile_blocks(self) -> None:
         """Compile each transformer block in place (other networks as a whole); state dict and results stay the same."""
-        for block in self.model.blocks if isinstance(self.model, VisionTransformer) else [self.model]:
+        for block in self.model.blocks if is_transformer(self.model) else [self.model]:
             block.compile(dynamic=False)
         self._class_token_of_last_block = torch.compile(class_token_of_last_block, dynamic=False)
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Recompute each transformer block in the backward pass instead of keeping its activations."""
-        if enabled and not isinstance(self.model, VisionTransformer):
+        if enabled and not self.is_transformer:
             raise RecipeError("trainer.activation_checkpointing needs a vision transformer; set it to false")
         if enabled and any(isinstance(part, nn.Dropout) and part.p > 0.0 for part in self.model.modules()):
             raise RecipeError(
@@ -268,25 +309,6 @@ def _split_scales(scales: Tensor | None, view_groups: list[Tensor]) -> Sequence[
     if scales is None:
         return [None] * len(view_groups)
     return torch.split(scales, [len(group) for group in view_groups], dim=1)
-
-
-def normed_tokens(model: VisionTransformer, tokens: Tensor) -> Tokens:  # [B, prefix + N, D] after the blocks
-    normed = model.norm(tokens)
-    num_prefix = model.num_prefix_tokens
-    pooled = normed[:, 0] if model.cls_token is not None else normed[:, num_prefix:].mean(dim=1)
-    return Tokens(pooled=model.fc_norm(pooled), patches=normed[:, num_prefix:])
-
-
-def embed_images(
-    model: VisionTransformer, images: Tensor, masks: Tensor | None = None, mask_token: Tensor | None = None
-) -> Tensor:  # [B, 3, H, W], [B, patches] bool, [D] -> [B, prefix + patches, D]
-    """The input of the first block; where `masks` is true, `mask_token` replaces the embedded patch."""
-    grid = model.patch_embed.proj(images)
-    patches = model.patch_embed.norm(grid.flatten(2).transpose(1, 2))
-    if masks is not None:
-        assert mask_token is not None
-        patches = torch.where(masks[..., None], mask_token.to(patches.dtype), patches)
-    return model.norm_pre(embed_patches(model, patches, model_positions(model, *grid.shape[-2:])))  # type: ignore[no-any-return]
 
 
 def build_backbone(settings: BackboneSettings, *, seed: int, drop_path_rate: float = 0.0) -> Backbone:

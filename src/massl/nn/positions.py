@@ -1,24 +1,34 @@
 """Position embeddings: resampling to other image sizes, and the fixed ones of MoCo-v3 and MAE."""
 
 import functools
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from massl.config import RecipeError
 
 FirstAxis = Literal["rows", "columns"]
-# The only rule, in training and evaluation. Backbone files name it, so that a file with another one is not misread.
-RESAMPLING_RULE = "dino"
+# How position embeddings are resampled to another size. Backbone files name the rule, in training and evaluation.
+# dino: DINO, iBOT, MaSSL, DINOv2 without registers, and all runs of massl. timm: timm, and DINOv2 with registers.
+ResamplingRule = Literal["dino", "timm"]
+RESAMPLING_RULES: tuple[ResamplingRule, ...] = get_args(ResamplingRule)
+RESAMPLING_RULE: ResamplingRule = "dino"
+
+
+def resampling_rule(model: nn.Module) -> ResamplingRule:
+    """The rule of a model: `create_timm_model` has noted it where it is not the usual one."""
+    rule: ResamplingRule = getattr(model, "position_resampling", RESAMPLING_RULE)
+    return rule
 
 
 @functools.lru_cache(maxsize=64)
 # -> [new_height * new_width, old_side ** 2]
-def _resampling_matrix(old_side: int, new_height: int, new_width: int) -> Tensor:
-    """Bicubic resampling by (n_new + 0.1) / n_old per axis without antialias, as in DINO, iBOT and MaSSL.
+def _resampling_matrix(rule: ResamplingRule, old_side: int, new_height: int, new_width: int) -> Tensor:
+    """Bicubic resampling, by DINO's rule by (n_new + 0.1) / n_old per axis without antialias.
 
     The extra 0.1 stretches the grid slightly; timm resamples to the exact size with antialias, which differs by 7 % at
     96 px. Resampling the identity gives the matrix. A matrix product is deterministic on the GPU, unlike the backward
@@ -27,38 +37,45 @@ def _resampling_matrix(old_side: int, new_height: int, new_width: int) -> Tensor
     # float32 like the authors: float64 coordinates would differ from their result by 4e-6 instead of 7e-7
     with torch.inference_mode(False):
         identity = torch.eye(old_side * old_side).reshape(old_side * old_side, 1, old_side, old_side)
-        scale = ((new_height + 0.1) / old_side, (new_width + 0.1) / old_side)
-        resampled = interpolate(
-            identity, scale_factor=scale, mode="bicubic", align_corners=False, recompute_scale_factor=False
-        )
+        if rule == "timm":
+            resampled = interpolate(identity, size=(new_height, new_width), mode="bicubic", antialias=True)
+        else:
+            scale = ((new_height + 0.1) / old_side, (new_width + 0.1) / old_side)
+            resampled = interpolate(
+                identity, scale_factor=scale, mode="bicubic", align_corners=False, recompute_scale_factor=False
+            )
         assert resampled.shape[-2:] == (new_height, new_width), resampled.shape
         return resampled.flatten(1).T.contiguous()
 
 
 # [1, n * n, D] -> [1, new_height * new_width, D]
-def resample_positions(positions: Tensor, new_height: int, new_width: int) -> Tensor:
-    """Position embeddings of a square grid of patches, resampled as in DINO; unchanged on their own grid."""
+def resample_positions(
+    positions: Tensor, new_height: int, new_width: int, *, rule: ResamplingRule = RESAMPLING_RULE
+) -> Tensor:
+    """Position embeddings of a square grid of patches, resampled by a rule; unchanged on their own grid."""
     side = round(positions.shape[1] ** 0.5)
     if side * side != positions.shape[1]:
         raise ValueError(f"{positions.shape[1]} position embeddings form no square grid")
     if (new_height, new_width) == (side, side):
         return positions
-    return _matrix_on(positions.device, positions.dtype, side, new_height, new_width) @ positions
+    return _matrix_on(positions.device, positions.dtype, rule, side, new_height, new_width) @ positions
 
 
 @functools.lru_cache(maxsize=64)  # cached on the device: a CUDA graph cannot contain a copy from the host
-def _matrix_on(device: torch.device, dtype: torch.dtype, old_side: int, new_height: int, new_width: int) -> Tensor:
+def _matrix_on(
+    device: torch.device, dtype: torch.dtype, rule: ResamplingRule, old_side: int, new_height: int, new_width: int
+) -> Tensor:
     with torch.inference_mode(False):  # later calls may need gradients
-        return _resampling_matrix(old_side, new_height, new_width).to(device=device, dtype=dtype)
+        return _resampling_matrix(rule, old_side, new_height, new_width).to(device=device, dtype=dtype)
 
 
 # -> [1, prefix + height * width, D]
-def model_positions(model: VisionTransformer, height: int, width: int) -> Tensor | None:
+def model_positions(model: VisionTransformer | Eva, height: int, width: int) -> Tensor | None:
     """Position embeddings of the prefix tokens and of a grid of patches; None if the model has none."""
     if model.pos_embed is None:
         return None
     num_prefix = 0 if model.no_embed_class else model.num_prefix_tokens
-    resampled = resample_positions(model.pos_embed[:, num_prefix:], height, width)
+    resampled = resample_positions(model.pos_embed[:, num_prefix:], height, width, rule=resampling_rule(model))
     return torch.cat([model.pos_embed[:, :num_prefix], resampled], dim=1)
 
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from massl import keyed_random
 from massl.config import RecipeError, closest
+from massl.nn.positions import RESAMPLING_RULE, RESAMPLING_RULES
 from massl.nn.stems import use_small_image_stem
 
 MAX_ELEMENTS = 2**31  # of a model: 8 GiB in float32, twice timm's ViT-g
@@ -106,7 +107,8 @@ OPTIONS: dict[str, _Rule] = {
     **_each("embed_dim num_features head_hidden_size", _Whole(1, 16_384)),
     "depth": _Whole(1, 256),
     **_each("num_heads cardinality base_width stem_width stem_size head_dim group_size", _Whole(1, 4096)),
-    "reg_tokens": _Whole(0, 1024),
+    **_each("reg_tokens num_reg_tokens", _Whole(0, 1024)),
+    "swiglu_align_to": _Whole(0, 1024),
     **_each("window_size kernel_size kernel_sizes", _Whole(1, 63)),
     **_each("output_stride block_reduce_first down_kernel_size expand_ratio growth_rate", _Whole(1, 64)),
     **_each("mlp_ratio attn_ratio head_init_scale width_factor", _Number(0.0, 64.0)),
@@ -120,6 +122,7 @@ OPTIONS: dict[str, _Rule] = {
     **_each("zero_init_last avg_down replace_stem_pool conv_mlp conv_bias use_grn head_norm_first", _YesNo()),
     "global_pool": _Word(_POOLS),
     "pos_embed": _Word(("", "none", "learn")),
+    "position_resampling": _Word(RESAMPLING_RULES),  # of massl, not of timm
     "weight_init": _Word(("", "jax", "jax_nlhb", "moco", "reset")),
     "stem_type": _Word(("", "deep", "deep_tiered", "patch", "overlap", "overlap_tiered", "overlap_act")),
     "pad_type": _Word(("", "same", "valid")),
@@ -162,11 +165,13 @@ def create_timm_model(
     max_elements: int = MAX_ELEMENTS,
     prefix: str = "backbone.timm_options.",
 ) -> nn.Module:
-    """The one call of timm.create_model without weights: checked options, bounded size, and one more argument, `stem`.
+    """The one call of timm.create_model without weights: checked options and bounded size.
 
-    `prefix` stands before the options in errors.
+    Two more arguments are massl's own: `stem`, and `position_resampling`, the rule for other image sizes. `prefix`
+    stands before the options in errors.
     """
     name, options = checked_options(arguments, prefix=prefix)
+    rule = options.pop("position_resampling", RESAMPLING_RULE)
     if drop_path_rate > 0.0:
         options["drop_path_rate"] = drop_path_rate
     _refuse_large_model(name, options, max_elements=max_elements)
@@ -180,6 +185,8 @@ def create_timm_model(
             raise RecipeError(f"timm cannot build {name} with {json.dumps(options)}: {error}") from error
     if arguments.get("stem") == "small":
         use_small_image_stem(model, name=name, seed=seed)
+    if rule != RESAMPLING_RULE:
+        model.position_resampling = rule
     return model
 
 

@@ -1,12 +1,19 @@
 """Reads tokens of the last blocks and the class token's attention from a backbone, for evaluations."""
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from massl.config import MasslError
-from massl.nn.backbone import Backbone, Tokens, embed_images, normed_tokens
+from massl.nn.backbone import Backbone
 from massl.nn.transformer.plain import PlainBlock, has_plain_attention
+from massl.nn.transformer.tokens import (
+    Tokens,
+    Transformer,
+    embed_images,
+    is_transformer,
+    normed_tokens,
+    pools_class_token,
+)
 
 
 class UnsuitableModel(MasslError, ValueError):
@@ -15,17 +22,17 @@ class UnsuitableModel(MasslError, ValueError):
 
 def patch_size(backbone: Backbone) -> int | None:
     """Side of a patch in pixels; None for networks without patches."""
-    return backbone.patch_size if isinstance(backbone.model, VisionTransformer) else None
+    return backbone.patch_size if backbone.is_transformer else None
 
 
 def has_class_token(backbone: Backbone) -> bool:
-    return isinstance(backbone.model, VisionTransformer) and backbone.model.cls_token is not None
+    return is_transformer(backbone.model) and pools_class_token(backbone.model)
 
 
-def require_class_token(backbone: Backbone, *, purpose: str) -> VisionTransformer:
+def require_class_token(backbone: Backbone, *, purpose: str) -> Transformer:
     """The transformer; `purpose` names the caller in the error message."""
     model = backbone.model
-    if not isinstance(model, VisionTransformer) or model.cls_token is None:
+    if not is_transformer(model) or not pools_class_token(model):
         raise UnsuitableModel(
             f"{purpose} needs a class token, which {backbone.model_name} does not have; choose a vision transformer "
             "with one; for features of the network as it is, choose --feature pooled"
@@ -48,7 +55,7 @@ def last_layers(backbone: Backbone, images: Tensor, *, num_layers: int) -> list[
     Other networks have one layer: their pooled features.
     """
     model = backbone.model
-    if not isinstance(model, VisionTransformer):
+    if not is_transformer(model):
         if num_layers != 1:
             raise UnsuitableModel(
                 f"features of the last {num_layers} blocks need a vision transformer, which {backbone.model_name} is "
@@ -58,10 +65,10 @@ def last_layers(backbone: Backbone, images: Tensor, *, num_layers: int) -> list[
     if num_layers > len(model.blocks):
         num_blocks = len(model.blocks)
         raise UnsuitableModel(f"{num_layers} of {num_blocks} transformer blocks requested; choose another --feature")
-    tokens = embed_images(model, images)
+    tokens, rotations = embed_images(model, images), backbone.rotations(images)
     layers = []
     for number, block in enumerate(model.blocks):
-        tokens = block(tokens)
+        tokens = block(tokens) if rotations is None else block(tokens, rope=rotations)
         if number >= len(model.blocks) - num_layers:
             layers.append(normed_tokens(model, tokens))
     return layers

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 
 from massl import distributed
 from massl.config import RecipeError
@@ -49,7 +48,7 @@ def choose_execution(
         networks = f"plain ({because})" if because else f"fused, {'fp32' if float32_stream else 'bf16'} residual stream"
     if device.type == "cuda":
         for backbone in backbones:
-            if not isinstance(backbone.model, VisionTransformer):
+            if not backbone.is_transformer:
                 backbone.use_channels_last()
     can_record = device.type == "cuda" and distributed.world_size() == 1
     return Execution(networks=networks, cuda_graph=cuda_graph and can_record)

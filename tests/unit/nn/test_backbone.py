@@ -20,7 +20,7 @@ def images(*shape: int) -> Tensor:
 
 def plain_timm(backbone: Backbone) -> torch.nn.Module:
     """The same weights in a model that timm alone has built."""
-    arguments = dict(backbone.timm_arguments)
+    arguments = {key: value for key, value in backbone.timm_arguments.items() if key != "position_resampling"}
     model = timm.create_model(arguments.pop("model_name"), **arguments)
     model.load_state_dict(backbone.model.state_dict())
     return model.eval()
@@ -40,8 +40,18 @@ def plain_timm(backbone: Backbone) -> torch.nn.Module:
             image_size=32,
             timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2},
         ),
+        BackboneSettings(
+            name="vit_small_plus_patch16_dinov3_qkvb",
+            image_size=48,
+            timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2, "global_pool": "token"},
+        ),
+        BackboneSettings(
+            name="vit_small_patch16_dinov3",
+            image_size=48,
+            timm_options={"embed_dim": 24, "depth": 2, "num_heads": 2},
+        ),
     ],
-    ids=["class token", "class and register tokens", "mean of patches"],
+    ids=["class token", "class and register tokens", "mean of patches", "DINOv3", "DINOv3, mean of patches"],
 )
 def test_at_their_own_size_transformers_give_the_features_of_timm(settings: BackboneSettings) -> None:
     backbone = build_backbone(settings, seed=0).eval()
@@ -82,6 +92,46 @@ def test_positions_of_other_sizes_are_resampled_as_dino_does_and_not_as_timm_doe
     batch = images(2, 3, 16, 16)
     difference = (backbone(batch).pooled - plain_timm(backbone)(batch)).abs().max()
     assert 1e-5 < difference < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vit_small_patch14_reg4_dinov2", {"dynamic_img_size": True, "position_resampling": "timm"}),
+        ("vit_small_patch14_dinov2", {"dynamic_img_size": True, "position_resampling": "timm"}),
+        ("vit_small_patch16_dinov3", {"global_pool": "token"}),
+    ],
+)
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), (5, 3)])
+def test_by_timms_rule_or_with_rotations_other_sizes_give_the_features_of_timm(
+    name: str, options: dict[str, int | float | bool | str], rows: int, columns: int
+) -> None:
+    side = 56 if "14" in name else 64
+    settings = BackboneSettings(name=name, image_size=side, timm_options={**SMALL, **options})
+    backbone = shaken(build_backbone(settings, seed=0)).eval()
+    batch = images(2, 3, rows * side // 4, columns * side // 4)
+    torch.testing.assert_close(backbone(batch).pooled, plain_timm(backbone)(batch), rtol=1e-5, atol=1e-5)
+    uncut = torch.nn.functional.pad(batch, (0, 5, 0, 9))  # what fills no patch is ignored
+    assert torch.equal(backbone(uncut).pooled, backbone(batch).pooled)
+
+
+def test_an_unknown_rule_for_positions_is_refused() -> None:
+    with pytest.raises(RecipeError, match="position_resampling is 'mae'; give one of dino, timm"):
+        build_backbone(
+            TINY.model_copy(update={"timm_options": {**TINY.timm_options, "position_resampling": "mae"}}), seed=0
+        )
+
+
+def test_visible_patches_of_dinov3_keep_the_rotations_of_their_places() -> None:
+    backbone = shaken(build_backbone(NETWORKS["DINOv3"], seed=0)).eval()
+    batch, every = images(2, 3, 48, 32), torch.arange(6).expand(2, -1)
+    tokens = backbone(batch)
+    torch.testing.assert_close(backbone.visible(batch, every)[:, 5:], tokens.patches, rtol=1e-5, atol=1e-5)
+    order = torch.tensor([[5, 0, 3, 1, 2, 4], [1, 0, 2, 5, 4, 3]])
+    moved = backbone.visible(batch, order)[:, 5:]
+    assert tokens.patches is not None
+    expected = tokens.patches.gather(1, order[..., None].expand_as(tokens.patches))
+    torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_other_networks_give_their_pooled_features() -> None:
@@ -207,6 +257,10 @@ NETWORKS = {
     "no bias of queries, keys and values": TINY.model_copy(update={"timm_options": {**SMALL, "qkv_bias": False}}),
     "mean of patches": BackboneSettings(name="vit_little_patch16_reg4_gap_256", image_size=32, timm_options=SMALL),
     "no transformer": BackboneSettings(name="resnet18"),
+    "DINOv3": BackboneSettings(
+        name="vit_small_plus_patch16_dinov3_qkvb", timm_options={**SMALL, "global_pool": "token"}
+    ),
+    "ConvNeXt": BackboneSettings(name="test_convnext"),
 }
 
 
@@ -311,7 +365,7 @@ def test_checkpointing_refuses_dropout_whose_mask_it_could_not_repeat() -> None:
     ],
 )
 def test_published_weights_are_refused_as_a_start(settings: dict[str, Any], key: str) -> None:
-    with pytest.raises(RecipeError, match=rf"{key}.*not supported yet"):
+    with pytest.raises(RecipeError, match=rf"{key}.*asks for published weights.*give --init"):
         refuse_published_weights(BackboneSettings(**settings))
 
 

@@ -155,8 +155,8 @@ def class_token_after_last_block(
     attended = attend_from_class(query, linear(normed, weight[width:], bias[width:]), groups, attention.num_heads)
     # from here on one token per view, so float32 sums cost nothing
     first = _first_tokens(total, groups).float()
-    first = first + _scaled(block.drop_path1, attention.proj(attended), scales)
-    return first + _scaled(block.drop_path2, block.mlp(block.norm2(first)), scales)
+    first = first + _scaled(block.drop_path1, block.ls1(attention.proj(attended)), scales)
+    return first + _scaled(block.drop_path2, block.ls2(block.mlp(block.norm2(first))), scales)
 
 
 def _first_tokens(rows: Tensor, groups: list[SequenceGroup]) -> Tensor:  # [T, D] -> [R, D]
@@ -179,21 +179,32 @@ def _scaled(drop_path: nn.Module, branch: Tensor, scales: Tensor | None) -> Tens
 
 
 def weights_of(block: PlainBlock) -> BlockWeights:
+    """The parameters of a block. Layer scale is multiplied into the last layer of its branch, weight and bias alike:
+    the kernels need not know it, and gradients reach both factors.
+    """
     attention, mlp = block.attn, block.mlp
+    proj_weight, proj_bias = _layer_scaled(block.ls1, attention.proj)
+    fc2_weight, fc2_bias = _layer_scaled(block.ls2, mlp.fc2)
     return BlockWeights(
         block.norm1.weight,
         block.norm1.bias,
         attention.qkv.weight,
         attention.qkv.bias,
-        attention.proj.weight,
-        attention.proj.bias,
+        proj_weight,
+        proj_bias,
         block.norm2.weight,
         block.norm2.bias,
         mlp.fc1.weight,
         mlp.fc1.bias,
-        mlp.fc2.weight,
-        mlp.fc2.bias,
+        fc2_weight,
+        fc2_bias,
     )
+
+
+def _layer_scaled(layer_scale: PlainBlock, last: PlainBlock) -> tuple[Tensor, Tensor]:
+    if isinstance(layer_scale, nn.Identity):
+        return last.weight, last.bias
+    return layer_scale.gamma[:, None] * last.weight, layer_scale.gamma * last.bias
 
 
 @torch.no_grad()

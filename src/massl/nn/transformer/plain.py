@@ -4,8 +4,9 @@ from typing import Any, NamedTuple
 
 import torch
 from timm.layers.attention import Attention
-from timm.layers.mlp import Mlp
+from timm.layers.mlp import GluMlp, Mlp
 from timm.models.deit import VisionTransformerDistilled
+from timm.models.eva import Eva
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
@@ -25,7 +26,7 @@ class KernelOptions(NamedTuple):
 
 
 # [B, N, D] -> [B, prefix + N, D]
-def embed_patches(model: VisionTransformer, patch_tokens: Tensor, positions: Tensor | None) -> Tensor:
+def embed_patches(model: VisionTransformer | Eva, patch_tokens: Tensor, positions: Tensor | None) -> Tensor:
     """Prepends class and register tokens and adds position embeddings, if the model has them."""
     tokens = [token for token in (model.cls_token, model.reg_token) if token is not None]
     prefix = [token.expand(patch_tokens.shape[0], -1, -1) for token in tokens]
@@ -82,6 +83,8 @@ def refuse_unknown_transformer(model: nn.Module) -> None:
 
 def why_not_fused(model: nn.Module) -> str | None:
     """Why the fused kernels cannot compute this model; None if they can."""
+    if isinstance(model, Eva):
+        return "its blocks rotate queries and keys"
     if not isinstance(model, VisionTransformer):
         return "the backbone is no vision transformer"
     has_extra_norm = not (isinstance(model.norm_pre, nn.Identity) and isinstance(model.fc_norm, nn.Identity))
@@ -102,10 +105,12 @@ def _why_not_fused_block(block: PlainBlock) -> str | None:
     if not has_plain_attention(block):
         return "its blocks are not timm's plain pre-norm blocks"
     attention, mlp = block.attn, block.mlp
+    if type(mlp) is GluMlp:
+        return "its blocks have a SwiGLU MLP"
     if type(mlp) is not Mlp or not isinstance(mlp.act, nn.GELU) or getattr(mlp.act, "approximate", "none") != "none":
         return "its blocks have another MLP than Linear, GELU, Linear"
-    if any(not isinstance(part, nn.Identity) for part in (block.ls1, block.ls2, mlp.norm)):
-        return "its blocks have layer scale or further norms"
+    if not isinstance(mlp.norm, nn.Identity):
+        return "its blocks have further norms"
     if any(part.p > 0.0 for part in (attention.proj_drop, mlp.drop1, mlp.drop2)):
         return "its blocks use dropout"
     if any(layer.bias is None for layer in (attention.qkv, attention.proj, mlp.fc1, mlp.fc2)):

@@ -61,11 +61,17 @@ def fused(backbone: Backbone, sample_keys: Tensor | None, *, memory_lean: bool =
 @pytest.mark.parametrize(
     ("options", "sample_keys", "memory_lean"),
     [
-        ({"reg_tokens": 1, "no_embed_class": True}, KEYS, True),
+        ({"reg_tokens": 1, "no_embed_class": True, "init_values": 0.5}, KEYS, True),
         ({}, KEYS, False),
+        ({"init_values": 1e-5}, None, False),
         ({"reg_tokens": 1}, None, False),
     ],
-    ids=["register token, stochastic depth, memory lean", "stochastic depth", "register token with a position"],
+    ids=[
+        "register token, layer scale, stochastic depth, memory lean",
+        "stochastic depth",
+        "layer scale",
+        "register token with a position",
+    ],
 )
 def test_features_and_gradients_are_those_of_the_plain_path(
     options: dict[str, int | float | bool | str], sample_keys: Tensor | None, memory_lean: bool
@@ -128,7 +134,8 @@ def transformer(**options: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"reg_tokens": 1, "no_embed_class": True}, {"drop_path_rate": 0.5}, {"num_heads": 1}]
+    "options",
+    [{}, {"reg_tokens": 1, "no_embed_class": True}, {"drop_path_rate": 0.5}, {"num_heads": 1}, {"init_values": 1e-5}],
 )
 def test_a_plain_vision_transformer_is_fused(options: dict[str, Any]) -> None:
     assert why_not_fused(transformer(**options)) is None
@@ -151,7 +158,7 @@ def test_a_plain_vision_transformer_is_fused(options: dict[str, Any]) -> None:
         ({"attn_drop_rate": 0.1}, "not timm's plain pre-norm blocks"),
         ({"act_layer": "relu"}, "another MLP"),
         ({"act_layer": "gelu_tanh"}, "another MLP"),
-        ({"init_values": 1e-5}, "layer scale or further norms"),
+        ({"scale_mlp_norm": True}, "further norms"),
         ({"proj_drop_rate": 0.1}, "dropout"),
         ({"qkv_bias": False}, "without bias"),
         ({"embed_dim": 48}, "heads have 24 dimensions; the kernels know 16, 32, 64"),
@@ -169,6 +176,11 @@ def test_networks_that_are_no_plain_transformers_are_refused_and_stay_as_they_ar
     backbone = build_backbone(BackboneSettings(name="resnet18"), seed=0)
     assert backbone.use_fused_kernels() == "the backbone is no vision transformer"
     assert not backbone.fused_kernels
+    assert why_not_fused(timm.create_model("vit_small_patch16_dinov3", embed_dim=32, num_heads=2, depth=2)) == (
+        "its blocks rotate queries and keys"
+    )
+    swiglu = timm.create_model("vit_giant_patch14_dinov2", img_size=28, embed_dim=32, num_heads=2, depth=2)
+    assert why_not_fused(swiglu) == "its blocks have a SwiGLU MLP"
     hybrid = transformer()
     hybrid.patch_embed.proj = nn.Conv2d(3, 32, 4, stride=2)
     assert why_not_fused(hybrid) == "the patch embedding is not a plain convolution"

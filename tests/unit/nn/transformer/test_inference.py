@@ -18,6 +18,7 @@ DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 @pytest.fixture
 def backbone() -> Backbone:
     options: dict[str, int | float | bool | str] = {"embed_dim": 32, "depth": 3, "num_heads": 2, "reg_tokens": 1}
+    options["init_values"] = 0.5  # layer scale
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=4, timm_options=options)
     built = build_backbone(settings, seed=0)
     with torch.no_grad():
