@@ -1,6 +1,7 @@
-# make demo        pre-train on bundled images on the CPU and show that it learns, on a page to open in a browser
+# make demo        `massl demo` in .venv: train on bundled images on the CPU and show what was learnt on an HTML page
 # make test        lint, types, architecture and all quick tests: below five minutes on two cores
 # make test-slow   the long tests: learning runs, more faults, whole suite, documentation site, browser, benchmarks
+# make test-all    quick and long tests in one go, which collects them once: what CI runs
 # make test-gpu    the tests that need a GPU, by the Python given: make test-gpu PYTHON=python3 (installs nothing)
 # make reliability 10,000 cases of every fault class (CASES=300 KILLS=5: a short look), into docs/reliability.md
 # make test-minimum  a share of the tests with the oldest versions of all dependencies (its own environment, .venv-min)
@@ -13,6 +14,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BARE_STAMP := $(VENV)/.installed-bare
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # A file stays with one worker, so that its fixtures are made once; folders in their order: the longest tests come first.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # The oldest declared versions, and what is most likely to notice: whatever uses timm, safetensors, Pillow, YAML or torch.
@@ -22,12 +25,18 @@ MIN_TESTS := tests/unit/weights tests/unit/nn tests/unit/data/sources tests/unit
 	tests/unit/training/test_checkpoint.py tests/unit/test_config.py tests/unit/test_cli.py \
 	tests/unit/ops/scoring tests/unit/reports/test_tables.py
 
-.PHONY: demo test test-quick test-slow test-gpu test-minimum audit reliability lint format clean-demo docs
+.PHONY: demo test test-quick test-slow test-all test-gpu test-minimum audit reliability lint format clean-demo docs
+
+# All that a user needs, and no more.
+$(BARE_STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --editable .
+	touch $(BARE_STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev,docs]"
-	touch $(STAMP)
+	$(PIP_INSTALL) --editable ".[dev,docs]"
+	touch $(BARE_STAMP) $(STAMP)
 
 $(MIN_STAMP): pyproject.toml constraints-min.txt
 	test -x $(MIN_VENV)/bin/python || $(PYTHON) -m venv $(MIN_VENV)
@@ -35,9 +44,8 @@ $(MIN_STAMP): pyproject.toml constraints-min.txt
 		--editable . hypothesis pyarrow pytest pytest-xdist
 	touch $(MIN_STAMP)
 
-demo: $(STAMP)
-	$(BIN)/massl pretrain --recipe demo --output runs/demo
-	$(BIN)/massl report runs/demo --output runs/demo/report.html
+demo: $(BARE_STAMP)
+	$(BIN)/massl demo --output runs/demo
 
 clean-demo:
 	rm -rf runs/demo
@@ -60,6 +68,9 @@ test-quick: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not gpu"
+
+test-all: $(STAMP)
+	$(PYTEST) -m "not gpu"
 
 test-gpu:
 	PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) -m pytest -p no:xdist -m gpu tests/unit

@@ -14,6 +14,7 @@ from massl.interrupts import Interrupts
 
 # command -> (summary, module with `main(arguments) -> exit status`)
 COMMANDS = {
+    "demo": ("try massl on bundled images: train, evaluate, report", "massl.commands.demo"),
     "pretrain": ("learn features from unlabelled images", "massl.commands.pretrain"),
     "evaluate": ("judge a model by the paper's protocols", "massl.commands.evaluate.command"),
     "embed": ("write a model's features of your images to a file", "massl.commands.embed"),

@@ -20,6 +20,7 @@ from massl.commands.ablate.command import AblateSettings
 from massl.commands.ablate.grids import plan_grid
 from massl.commands.arguments import parse
 from massl.commands.compare.command import CompareSettings, _trainings
+from massl.commands.demo import DemoSettings
 from massl.commands.embed import EmbedSettings
 from massl.commands.evaluate.settings import EvaluateSettings
 from massl.commands.pretrain_arguments import parse_pretrain
@@ -201,6 +202,7 @@ def check_python(arguments: list[str]) -> None:
 
 
 MASSL_CHECKS: dict[str, Callable[[list[str]], Any]] = {
+    "demo": lambda options: parse(DemoSettings, "demo", "", options),
     "pretrain": check_pretrain,
     "evaluate": lambda options: parse(EvaluateSettings, "evaluate", "", options),
     "embed": lambda options: parse(EmbedSettings, "embed", "", options),

@@ -38,8 +38,8 @@ def test_an_unknown_attribute_of_massl_is_an_attribute_error() -> None:
         _ = massl.pretrian  # type: ignore[attr-defined]
 
 
-def test_every_command_but_recipes_has_a_python_function_of_its_name() -> None:
-    assert {*cli.COMMANDS} - {"recipes"} == {*massl.__all__} - {"load_backbone"}
+def test_every_command_but_demo_and_recipes_has_a_python_function_of_its_name() -> None:
+    assert {*cli.COMMANDS} - {"demo", "recipes"} == {*massl.__all__} - {"load_backbone"}
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

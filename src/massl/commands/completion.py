@@ -11,6 +11,7 @@ import tyro
 
 from massl.commands.ablate.command import AblateSettings
 from massl.commands.compare.command import CompareSettings
+from massl.commands.demo import DemoSettings
 from massl.commands.embed import EmbedSettings
 from massl.commands.evaluate.settings import EvaluateSettings
 from massl.commands.pretrain_arguments import PretrainArguments
@@ -23,6 +24,7 @@ from massl.evaluations.protocols import PROTOCOLS
 from massl.methods import METHODS
 
 SETTINGS: dict[str, type[Settings]] = {
+    "demo": DemoSettings,
     "pretrain": PretrainArguments,
     "evaluate": EvaluateSettings,
     "embed": EmbedSettings,

@@ -3,7 +3,8 @@
 import re
 
 _OPTION = re.compile(
-    r"(?P<command>\b(?:massl (?:pretrain|evaluate|embed|visualize|compare|ablate|report|recipes)|torchrun|docker|pip)\b"
+    r"(?P<command>\b(?:torchrun|docker|pip"
+    r"|massl (?:demo|pretrain|evaluate|embed|visualize|compare|ablate|report|recipes))\b"
     r" [^;,()\n]*)"  # a command line stays as it is
     r"|(?<![\w-])--(?P<no>no-)?(?P<name>[a-z][\w.]*\w)(?: (?P<value>True|False)\b)?"
 )
