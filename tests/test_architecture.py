@@ -19,7 +19,7 @@ LAYERS = [
     {"nn", "data"},
     {"methods", "weights"},
     {"training", "evaluations"},
-    {"reports"},
+    {"reports", "planning"},
     {"commands"},
     {"cli"},
 ]

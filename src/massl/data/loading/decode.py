@@ -157,6 +157,22 @@ def _decode_with_pillow(
         raise UnreadableImage(f"{type(error).__name__}: {error}") from None
 
 
+def image_size(image: EncodedImage) -> tuple[int, int]:
+    """Height and width as stored, from the header alone; raises UnreadableImage."""
+    if not isinstance(image.data, bytes):
+        return image.data.shape[0], image.data.shape[1]
+    header = read_jpeg_header(image.data)
+    if header is not None and header.is_plain:
+        return header.height, header.width
+    try:
+        with _opened(image.data, image.rules) as picture:
+            return picture.height, picture.width
+    except (UnreadableImage, MemoryError):
+        raise
+    except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, KeyError ...
+        raise UnreadableImage(f"{type(error).__name__}: {error}") from None
+
+
 def refuse_excess(data: bytes, rules: ReadRules) -> None:
     """Raise UnreadableImage for a file that would take too much memory or time; only its headers are read."""
     with _opened(data, rules):

@@ -1,0 +1,214 @@
+"""The recipe `auto` for given images and a device: the rules applied, each value with its reason in plain words."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from massl.planning import rules
+from massl.planning.facts import DeviceFacts, ImageFacts
+from massl.planning.memory import computed_gib
+from massl.planning.rules import at, because
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """Values by dotted key, and for each a line that says why."""
+
+    given: Mapping[str, Any]  # by the user; other values follow from them
+    values: dict[str, Any] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def set(self, key: str, value: Any, why: str) -> Any:
+        """Choose a value unless the user gave one; returns what holds."""
+        is_given = key in self.given
+        self.values[key] = self.given[key] if is_given else value
+        self.reasons[key] = f"as you asked (auto: {_text(value)})" if is_given else why
+        return self.values[key]
+
+    def lines(self) -> list[str]:
+        return [f"{key} {_text(self.values[key])}: {why}" for key, why in self.reasons.items() if why]
+
+
+def choose(images: ImageFacts, device: DeviceFacts, given: Mapping[str, Any]) -> Plan:
+    """A complete plan; `given` holds the user's own values by dotted key, which others follow."""
+    plan = Plan(given=given)
+    limits = rules.device_row(device.kind, device.memory_gib)
+    row = _choose_views(plan, images, limits)
+    _choose_network(plan, images, limits, row)
+    _choose_trainer(plan, images, device, limits)
+    _choose_method(plan, images, limits)
+    _fit_memory(plan, images, device)
+    _choose_schedule(plan, images)
+    _choose_data(plan, images, device, row)
+    plan.values |= {key: value for key, value in given.items() if key not in plan.values}
+    return plan
+
+
+def _choose_views(plan: Plan, images: ImageFacts, limits: rules.DeviceRow) -> rules.ViewRow:
+    n, largest = images.num_images, min(at("largest_view", images.num_images), limits.view)
+    row = rules.view_row(min(images.side, largest))
+    side = f"your images are typically {images.typical_size}"
+    if images.side > row.side:
+        of = "this CPU" if limits.view == largest and limits.kind == "cpu" else f"{n:,} images"
+        side += f"; {row.side} px suit {of}"
+    size = plan.set("views.global_size", row.side, side)
+    if size != row.side:
+        row = rules.view_row(size)
+    plan.set("views.num_global", 2, "the large crops that are compared")
+    num_local = plan.set("views.num_local", at("num_local", n), because("num_local", n))
+    local_why = f"{num_local} small crops beside the large ones" if num_local else ""
+    plan.set("views.local_size", min(row.local_size, size), local_why)
+    plan.set("views.global_scale", list(row.global_scale), "")
+    plan.set("views.local_scale", list(row.local_scale), "")
+    if row.blur_sigma:
+        plan.set("views.blur_sigma", [0.1, row.blur_sigma], f"2 px at 224 px are {row.blur_sigma:g} px at {size} px")
+    else:
+        for key in ("first_global_blur", "second_global_blur", "local_blur", "solarise"):
+            plan.set(f"views.{key}_probability", 0.0, "")
+    return row
+
+
+def _choose_network(plan: Plan, images: ImageFacts, limits: rules.DeviceRow, row: rules.ViewRow) -> None:
+    wanted = at("network", images.num_images)
+    suits = (
+        (row.network, "images so small"),
+        (limits.network, "this device"),
+        (wanted, f"{images.num_images:,} images"),
+    )
+    network, suited = min(reversed(suits), key=lambda each: rules.NETWORKS.index(each[0]))
+    name = plan.set("backbone.name", f"vit_{network}_patch16_224", f"a ViT of the size that suits {suited}")
+    if name.startswith("vit_"):
+        size = plan.values["views.global_size"]
+        plan.set("backbone.image_size", size, "")
+        patch = row.patch_on_cpu if limits.kind == "cpu" else row.patch
+        plan.set("backbone.patch_size", patch, f"{(size // patch) ** 2} patches an image")
+    plan.set("backbone.drop_path_rate", row.drop_path, "")
+
+
+def _choose_trainer(plan: Plan, images: ImageFacts, device: DeviceFacts, limits: rules.DeviceRow) -> None:
+    n = images.num_images
+    wanted, few = at("batch_size", n), n // rules.LEAST_STEPS_PER_EPOCH
+    size = _power_of_two(min(wanted, limits.batch_size, max(few, rules.SMALLEST_BATCH)))
+    why = because("batch_size", n)
+    if few < min(wanted, limits.batch_size):
+        why = f"{rules.LEAST_STEPS_PER_EPOCH} steps or more in each pass over your {n:,} images"
+    elif limits.batch_size < wanted:
+        why = "a small batch, so that a CPU makes steps"
+    size = max(size, device.num_processes)
+    plan.set("trainer.batch_size", min(size, n), why)
+    plan.set("trainer.accumulation_steps", 1, "")
+    plan.set("trainer.activation_checkpointing", False, "")
+    cpu = device.kind == "cpu"
+    plan.set("trainer.precision", "fp32" if cpu else "bf16", "CPUs are fastest in fp32" if cpu else "")
+    plan.set("trainer.epochs", round(at("epochs", n)), because("epochs", n))
+
+
+def _choose_method(plan: Plan, images: ImageFacts, limits: rules.DeviceRow) -> None:
+    n, share = images.num_images, rules.MEMORY_SHARE
+    most, quarter = at("memory_rows", n), max(n // share, 1)
+    rows = max(_power_of_two(min(most, quarter), nearest=True), rules.SMALLEST_BLOCK)
+    if quarter <= most:
+        why = f"about a quarter of your {n:,} images"
+    else:
+        why = f"less than a quarter of your {n:,} images: {because('memory_rows', n)}"
+    rows = plan.set("method.memory.num_rows", min(rows, n), why)
+    plan.set("method.memory.block_size", max(1, rows // share), "a quarter of the memory, so that it has four blocks")
+    plan.set("method.head.batch_norm", at("batch_norm", n), because("batch_norm", n))
+    plan.set("method.head.hidden_dim", limits.head[0], "")
+    plan.set("method.head.out_dim", limits.head[1], "")
+
+
+def _fit_memory(plan: Plan, images: ImageFacts, device: DeviceFacts) -> None:
+    """Make a step fit the device, by count. Parts change what batch norm sees, so with it the batch gets smaller."""
+    room = rules.DEVICE_SHARE * device.memory_gib
+    key = "trainer.batch_size" if plan.values["method.head.batch_norm"] else "trainer.accumulation_steps"
+    shrink = key == "trainer.batch_size"
+    told = f"so that a step fits {device.memory_gib:.0f} GiB"
+    while (
+        needed := computed_gib(plan.values, device_kind=device.kind, num_processes=device.num_processes)
+    ) is not None:
+        if needed <= room:
+            return
+        batch, parts = plan.values["trainer.batch_size"], plan.values["trainer.accumulation_steps"]
+        can_split = batch // parts >= 2 * max(rules.SMALLEST_BATCH * 2, device.num_processes) and key not in plan.given
+        if can_split:
+            plan.set(key, batch // 2 if shrink else parts * 2, told if shrink else f"{told}; the result is the same")
+        elif not plan.values["trainer.activation_checkpointing"] and device.kind == "cuda":
+            if "trainer.activation_checkpointing" in plan.given:
+                return
+            plan.set("trainer.activation_checkpointing", True, f"{told}, at some cost of time")
+        else:
+            return  # it may still fit: the count is rough, and the trial says so before the first step
+
+
+def _choose_schedule(plan: Plan, images: ImageFacts) -> None:
+    n, epochs, batch = images.num_images, plan.values["trainer.epochs"], plan.values["trainer.batch_size"]
+    kind = "horizon_of_many_views" if plan.values["views.num_local"] else "horizon_of_two_views"
+    horizon, (least, most) = at(kind, n), rules.MOMENTUM
+    momentum = round(min(most, max(least, 1 - batch / horizon)), 4)
+    plan.set(
+        "method.teacher.momentum",
+        momentum,
+        f"the teacher averages over {_rounded(horizon):,} images, {_rounded(horizon / batch):,} steps of {batch}; "
+        f"{because(kind, n)}",
+    )
+    temperature = round(at("temperature", n), 3)
+    plan.set("method.teacher.temperature_start", 0.04, "")
+    temperature = plan.set("method.teacher.temperature", temperature, because("temperature", n))
+    share = at("temperature_warmup_share", n)
+    warm_up = round(share * epochs, 1) if temperature > 0.04 else 0.0
+    plan.set(
+        "method.teacher.temperature_warmup_epochs", warm_up, because("temperature_warmup_share", n) if warm_up else ""
+    )
+    rate = plan.set("optimizer.learning_rate", round(at("learning_rate", n), 6), "")
+    plan.reasons["optimizer.learning_rate"] = (
+        f"for a batch of 256; {rate * batch / 256:.3g} at your batch of {batch}. {because('learning_rate', n)}"
+    )
+    warm = round(at("warmup_share", n) * epochs, 2)
+    plan.set("optimizer.warmup_epochs", warm, f"{because('warmup_share', n)} ({warm:g} of {epochs} passes)")
+    steps = max(1, n // batch)
+    plan.set("probes.every_epochs", float(max(1, round(epochs / rules.PROBES_PER_RUN))), "about ten looks at the run")
+    log_steps = min(rules.MOST_LOG_STEPS, max(1, steps * epochs // rules.LOGS_PER_RUN))
+    plan.set("trainer.log_every_steps", log_steps, "")
+    plan.set("trainer.checkpoint_every_steps", min(rules.CHECKPOINT_STEPS, max(1, steps * epochs // 4)), "")
+
+
+def _choose_data(plan: Plan, images: ImageFacts, device: DeviceFacts, row: rules.ViewRow) -> None:
+    plan.set("probes.crop_ratio", row.crop_ratio, "")
+    max_side = plan.set("data.max_side", row.max_side, f"larger files are reduced to {row.max_side} px while decoding")
+    needed = 0.0 if images.is_array else 1.05 * images.num_images * images.decoded_bytes(max_side) / 2**30
+    cache = math.ceil(min(needed, rules.CACHE_SHARE * device.host_gib) * 10) / 10
+    why = f"all your images decoded, {needed:.1f} GiB: later passes decode nothing"
+    if images.is_array:
+        why = ""
+    elif cache < needed:
+        why = f"your images take {needed:,.0f} GiB decoded, more than this machine can keep; these decode only once"
+    plan.set("data.cache_gib", cache, why)
+    cores, is_photograph = device.num_cores, images.side >= rules.PHOTOGRAPH_SIDE and not images.is_array
+    workers = 1 if device.kind == "cpu" and cores <= 2 else min(cores, rules.MOST_WORKERS)
+    plan.set("data.num_workers", workers, f"this process has {cores} cores")
+    many = cores >= rules.CORES_FOR_PROCESSES and is_photograph and cache < needed
+    few = cores < rules.CORES_FOR_CPU_DECODER and is_photograph and device.kind == "cuda" and cache < needed
+    decoder = plan.set("data.decoder", "gpu" if few else "cpu", "few cores: the GPU decodes JPEGs" if few else "")
+    kind = "processes" if many and decoder == "cpu" else "threads"
+    plan.set("data.worker_kind", kind, "photographs decode faster in processes" if kind == "processes" else "")
+
+
+def _power_of_two(number: float, *, nearest: bool = False) -> int:
+    exponent = math.log2(max(1.0, number))
+    return int(2 ** (round(exponent) if nearest else math.floor(exponent + 1e-9)))
+
+
+def _rounded(number: float) -> int:
+    """To two digits, for sentences."""
+    scale = 10 ** max(0, math.floor(math.log10(max(number, 1))) - 1)
+    return int(round(number / scale) * scale)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,317 @@
+"""A short trial of a recipe: steady speed, probes, and device memory. Used by plan, pretrain --minutes and compare.
+
+The parts are those of a run, without its folder. Compiling, recording and the first steps are not timed. With a cache
+of decoded images the first pass over them is slower than the later ones, so both are measured.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from massl import distributed
+from massl.data.loading.cache import ImageCache
+from massl.data.loading.gpu_decode import jpeg_decoder
+from massl.data.loading.loader import ImageBatch, Loader
+from massl.data.order import EpochOrder
+from massl.data.settings import DataSettings
+from massl.data.sources import ImageSource
+from massl.data.views import ViewSettings
+from massl.methods import build_method
+from massl.methods.base import MethodSettings
+from massl.nn.backbone import BackboneSettings
+from massl.training.execution import choose_execution
+from massl.training.graphed_step import GraphedStep
+from massl.training.optimizers import OptimizerSettings, build_optimizer
+from massl.training.probes import Probe, ProbeSettings
+from massl.training.schedules import Schedules
+from massl.training.settings import TrainerSettings
+from massl.training.step import TrainingStep
+from massl.training.view_maker import ViewMaker
+
+_WARM_UP = {"cuda": 6, "cpu": 1}  # steps: a GPU runs three ordinary ones, records one and replays it
+_SECONDS = {"cuda": 8.0, "cpu": 4.0}  # of one timed pass, about
+_MOST_STEPS = {"cuda": 200, "cpu": 40}
+_FEWEST_STEPS = {"cuda": 20, "cpu": 3}
+_SLOW_STEP = 1.2  # seconds; on a CPU slower steps are timed on a part of the batch, in proportion to its images
+_SMALLEST_PART = 8
+_MEMORY_STEPS = 5  # enough to record a step and replay it once
+_PROBE_IMAGES = {"cuda": 2048, "cpu": 64}
+
+
+class TrialRecipe(Protocol):
+    """The sections of a recipe."""
+
+    @property
+    def data(self) -> DataSettings: ...
+    @property
+    def views(self) -> ViewSettings: ...
+    @property
+    def backbone(self) -> BackboneSettings: ...
+    @property
+    def method(self) -> MethodSettings: ...
+    @property
+    def optimizer(self) -> OptimizerSettings: ...
+    @property
+    def trainer(self) -> TrainerSettings: ...
+    @property
+    def probes(self) -> ProbeSettings: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Seconds an image takes in training, in the first pass over the images and in later ones, and in a probe."""
+
+    first_pass: float
+    later: float
+    probe: float = 0.0
+    num_probed: int = 0  # images of one probe
+
+    @property
+    def images_per_second(self) -> float:
+        return 1.0 / self.later
+
+    def training_seconds(self, *, images_per_epoch: int, epochs: float) -> float:
+        return images_per_epoch * (min(epochs, 1.0) * self.first_pass + max(0.0, epochs - 1.0) * self.later)
+
+    def probe_seconds(self, *, epochs: int, every_epochs: float) -> float:
+        """All probes: before training, then every so many epochs, and at the end."""
+        num_probes = 0.0 if every_epochs == 0 else 1 + -(-epochs // max(every_epochs, 1e-9))
+        return num_probes * self.num_probed * self.probe
+
+    def epochs_in(self, seconds: float, *, images_per_epoch: int) -> float:
+        """How many epochs fit, as a fraction; probes are not counted."""
+        first = images_per_epoch * self.first_pass
+        return seconds / first if seconds < first else 1.0 + (seconds - first) / (images_per_epoch * self.later)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """GiB on the GPU at the peak, of tensors and as taken from the device."""
+
+    allocated: float
+    reserved: float
+
+
+class _Steps:
+    """The updates of a recipe at some batch size, without a run folder."""
+
+    def __init__(self, recipe: TrialRecipe, *, batch_size: int, num_parts: int, device: torch.device) -> None:
+        settings, bf16 = recipe.trainer, recipe.trainer.precision == "bf16"
+        self.method = build_method(recipe.method, recipe.backbone, seed=settings.seed).to(device).train()
+        self.method.set_activation_checkpointing(settings.activation_checkpointing)
+        execution = choose_execution(
+            self.method,
+            kernels=settings.kernels,
+            bf16=bf16,
+            float32_stream=settings.residual == "fp32",
+            cuda_graph=settings.cuda_graph,
+            device=device,
+        )
+        optimizer = build_optimizer(self.method, recipe.optimizer)
+        step = TrainingStep(method=self.method, parallel=self.method, optimizer=optimizer, bf16=bf16, device=device)
+        step.guard.is_active = not execution.cuda_graph or settings.skip_bad_steps > 0
+        self._step = GraphedStep(step) if execution.cuda_graph else step
+        self._make_views = ViewMaker(recipe.views, seed=settings.seed, bf16=bf16, device=device)
+        self._num_parts, self._part = num_parts, batch_size // num_parts
+        schedules = Schedules(
+            optimizer=recipe.optimizer,
+            ramps=recipe.method.ramps(),
+            batch_size=batch_size,
+            epochs=settings.epochs,
+            steps_per_epoch=2,
+        )
+        # the middle of a run: what is frozen only at first is trained
+        self.hyper = schedules.at(schedules.num_steps // 2)
+
+    def __call__(self, images: ImageBatch) -> Tensor:
+        views = (
+            self._make_views(images.slice(part * self._part, (part + 1) * self._part), epoch=0)
+            for part in range(self._num_parts)
+        )
+        return self._step(views, self.hyper, num_parts=self._num_parts).loss
+
+
+def measure_speed(recipe: TrialRecipe, source: ImageSource, device: torch.device, *, cached_share: float) -> Speed:
+    """`cached_share`: of the images that fit data.cache_gib, so that later passes do not decode them."""
+    kind, full = device.type, recipe.trainer.batch_size
+    batch_size = full if kind == "cuda" else _batch_to_time(recipe, source, device)
+    num_parts = recipe.trainer.accumulation_steps if batch_size == full else 1
+    steps = _Steps(recipe, batch_size=batch_size, num_parts=num_parts, device=device)
+    order = EpochOrder(len(source), batch_size=batch_size, seed=recipe.trainer.seed)
+    with _open_loader(recipe, source, order.at, device, cache=None, num_workers=0) as loader:
+        images = loader.at(0)
+    for _ in range(_WARM_UP[kind]):
+        steps(images)
+    cache = ImageCache(max_gib=recipe.data.cache_gib) if cached_share > 0 else None
+    first_pass, num_steps = _seconds_per_image(steps, recipe, source, order.at, device, cache=cache)
+    later = first_pass
+    if cache is not None:  # the same images again, as a later epoch would meet them
+        in_turn = order.steps_per_epoch if order.steps_per_epoch < num_steps else num_steps
+        from_cache, _ = _seconds_per_image(
+            steps, recipe, source, lambda step: order.at(step % in_turn), device, cache=cache
+        )
+        later = cached_share * from_cache + (1 - cached_share) * first_pass
+    probe, num_probed = _time_probe(recipe, source, steps, device, cache)
+    return Speed(first_pass=first_pass, later=later, probe=probe, num_probed=num_probed)
+
+
+def measure_memory(recipe: TrialRecipe, source: ImageSource, device: torch.device) -> Memory:
+    """The peak at the recipe's batch size, extrapolated from an eighth and a quarter of it; a GPU only."""
+    parts, share = recipe.trainer.accumulation_steps, recipe.trainer.batch_size // distributed.world_size()
+    wanted = share // parts
+    sizes = sorted({max(1, wanted // 8), max(2, wanted // 4)})
+    peaks = [_peak(recipe, source, size, device) for size in sizes]
+    if len(sizes) == 1 or sizes[-1] >= wanted:
+        return peaks[-1]
+
+    def extrapolated(low: float, high: float) -> float:
+        return low + (high - low) * (wanted - sizes[0]) / (sizes[1] - sizes[0])
+
+    return Memory(
+        allocated=extrapolated(peaks[0].allocated, peaks[1].allocated),
+        reserved=extrapolated(peaks[0].reserved, peaks[1].reserved),
+    )
+
+
+def _peak(recipe: TrialRecipe, source: ImageSource, batch_size: int, device: torch.device) -> Memory:
+    release_gpu(device)
+    steps = _Steps(recipe, batch_size=batch_size, num_parts=1, device=device)
+    order = EpochOrder(len(source), batch_size=min(batch_size, len(source)), seed=recipe.trainer.seed)
+    with _open_loader(recipe, source, order.at, device, cache=None, num_workers=0) as loader:
+        images = loader.at(0)
+    for _ in range(_MEMORY_STEPS):
+        steps(images)
+    torch.cuda.synchronize(device)
+    peak = Memory(
+        allocated=torch.cuda.max_memory_allocated(device) / 2**30,
+        reserved=torch.cuda.max_memory_reserved(device) / 2**30,
+    )
+    del steps, images
+    release_gpu(device)
+    return peak
+
+
+def release_gpu(device: torch.device) -> None:
+    """Give back what a trial took, and forget its peak."""
+    gc.collect()  # networks and optimizer refer to each other
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _batch_to_time(recipe: TrialRecipe, source: ImageSource, device: torch.device) -> int:
+    """On a CPU: the batch, or the power of two below it whose step takes about a second."""
+    full = recipe.trainer.batch_size
+    small = min(full, _SMALLEST_PART)
+    steps = _Steps(recipe, batch_size=small, num_parts=1, device=device)
+    order = EpochOrder(len(source), batch_size=small, seed=recipe.trainer.seed)
+    with _open_loader(recipe, source, order.at, device, cache=None, num_workers=0) as loader:
+        images = loader.at(0)
+    steps(images)
+    start = time.perf_counter()
+    steps(images)
+    seconds = (time.perf_counter() - start) / small
+    while small * 2 <= full and seconds * small * 2 <= _SLOW_STEP:
+        small *= 2
+    return full if small * 2 > full else small
+
+
+def _seconds_per_image(
+    steps: _Steps,
+    recipe: TrialRecipe,
+    source: ImageSource,
+    order_at: Callable[[int], Tensor],
+    device: torch.device,
+    *,
+    cache: ImageCache | None,
+) -> tuple[float, int]:
+    """Of steps with a loader beside them, and how many steps were timed.
+
+    The clock starts when the first batch has come: what was loaded ahead is then next to nothing.
+    """
+    kind, num_images, done = device.type, 0, 0
+    with _open_loader(recipe, source, order_at, device, cache=cache, num_workers=recipe.data.num_workers) as loader:
+        images = loader.at(0)
+        _wait_for(device)
+        start = time.perf_counter()
+        while done < _MOST_STEPS[kind]:
+            if done:
+                images = loader.at(done)
+            float(steps(images)) if kind == "cpu" else steps(images)
+            done += 1
+            num_images += len(images.indices)
+            if done >= _FEWEST_STEPS[kind] and time.perf_counter() - start > _SECONDS[kind]:
+                break
+        _wait_for(device)
+        return (time.perf_counter() - start) / num_images, done
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _time_probe(
+    recipe: TrialRecipe, source: ImageSource, steps: _Steps, device: torch.device, cache: ImageCache | None
+) -> tuple[float, int]:
+    """Seconds an image takes in a probe, and how many images a probe has; (0, 0) without probes."""
+    if recipe.probes.every_epochs == 0:
+        return 0.0, 0
+
+    def probe(settings: ProbeSettings) -> Probe:
+        return Probe(
+            settings,
+            data=recipe.data,
+            views=recipe.views,
+            training_source=source,
+            seed=recipe.trainer.seed,
+            device=device,
+            cache=cache,
+            on_skip=lambda message, name: None,
+        )
+
+    few = _PROBE_IMAGES[device.type]
+    whole, part = (
+        probe(recipe.probes),
+        probe(recipe.probes.model_copy(update={"max_database": few, "max_queries": few})),
+    )
+    part.measure(steps.method, steps.hyper)  # the first one reads and decodes
+    start = time.perf_counter()
+    part.measure(steps.method, steps.hyper)
+    _wait_for(device)
+    return (time.perf_counter() - start) / part.num_images, whole.num_images
+
+
+@contextmanager
+def _open_loader(
+    recipe: TrialRecipe,
+    source: ImageSource,
+    order_at: Callable[[int], Tensor],
+    device: torch.device,
+    *,
+    cache: ImageCache | None,
+    num_workers: int,
+) -> Iterator[Loader]:
+    loader = Loader(
+        source,
+        order_at=order_at,
+        seed=recipe.trainer.seed,
+        num_workers=num_workers,
+        worker_kind=recipe.data.worker_kind,
+        max_side=recipe.data.max_side,
+        device=device,
+        batch_decoder=jpeg_decoder(recipe.data.decoder, device),
+        cache=cache,
+        on_skip=lambda message: None,
+    )
+    try:
+        yield loader
+    finally:
+        loader.close()
