@@ -1,4 +1,8 @@
+import fcntl
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -35,3 +39,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen.add(function)
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def docs_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the documentation site: built once, without a warning, for all workers of pytest-xdist."""
+    pytest.importorskip("mkdocs")
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "docs-site"
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "built").exists():
+            root = Path(__file__).resolve().parents[1]
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "site")]
+            built = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=600, check=False)
+            assert built.returncode == 0, built.stdout + built.stderr
+            (folder / "built").touch()
+    return folder / "site"

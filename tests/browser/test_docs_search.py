@@ -1,30 +1,17 @@
 """The documentation site opened from disk: its search finds pages, without a server."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("mkdocs")
-    folder = tmp_path_factory.mktemp("docs") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
-    built = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
-    return folder
-
-
-def test_the_search_works_on_pages_opened_from_disk(browser: Any, site: Path) -> None:
+def test_the_search_works_on_pages_opened_from_disk(browser: Any, docs_site: Path) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
-    browser.open(site / "index.html")
+    browser.open(docs_site / "index.html")
     browser.run(
         "document.querySelector('#__search').checked = true;"
         "document.querySelector('#__search').dispatchEvent(new Event('change'));"
@@ -38,8 +25,8 @@ def test_the_search_works_on_pages_opened_from_disk(browser: Any, site: Path) ->
     assert [url for url in browser.requests() if not url.startswith(("file:", "data:", "about:"))] == []
 
 
-def test_the_home_page_shows_a_picture(browser: Any, site: Path) -> None:
-    browser.open(site / "index.html")
+def test_the_home_page_shows_a_picture(browser: Any, docs_site: Path) -> None:
+    browser.open(docs_site / "index.html")
     widths = browser.run("return [...document.querySelectorAll('.md-content img')].map((one) => one.naturalWidth)")
     assert widths
     assert min(widths) > 300

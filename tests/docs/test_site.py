@@ -1,8 +1,6 @@
 """The documentation site builds without a warning, holds what it should, and asks no other host for anything."""
 
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -70,27 +68,9 @@ def read(folder: Path) -> Site:
     return site
 
 
-def build(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--config-file",
-        str(ROOT / "mkdocs.yml"),
-        "--site-dir",
-        str(folder),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
-
-
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    folder = tmp_path_factory.mktemp("docs") / "site"
-    built = build(folder)
-    assert built.returncode == 0, built.stdout + built.stderr
-    return read(folder)
+def site(docs_site: Path) -> Site:
+    return read(docs_site)
 
 
 def problems_of(site: Site) -> list[str]:

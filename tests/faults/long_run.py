@@ -33,8 +33,8 @@ class _Use(NamedTuple):
 
 @fault_class("long runs", kind="processes", seconds=_SECONDS, quick=1, more=2)
 def long_run(case: Case) -> None:
-    """Case 1 takes 2,500 steps, the others 120, with other ways to read images."""
-    num_steps = 2500 if case.number == 1 else 120
+    """Case 1 takes 1,500 steps and 300 checkpoints, the others 120 steps, with other ways to read images."""
+    num_steps = 1500 if case.number == 1 else 120
     workers = case.pick([("threads", "2"), ("threads", "0"), ("processes", "1"), ("threads", "1")])
     world, run = made_once("long runs", _make_world), case.folder / "run"
     options = [

@@ -96,7 +96,7 @@ class Spoiled:
         return torch.where(mask, self._value, flat).reshape(tensor.shape)
 
 
-@fault_class("numbers that are not finite, at a random place of a step", quick=40)
+@fault_class("numbers that are not finite, at a random place of a step", quick=40, more=300)
 def not_finite_step(case: Case) -> None:
     name = case.pick(list(METHODS))
     place = PLACES[case.number // len(METHODS) % len(PLACES)]

@@ -100,7 +100,7 @@ class FaultClass:
     seconds: float
     mib: float | None
     quick: int  # cases in `make test`
-    more: int  # cases in `make test-slow`
+    more: int  # cases of `make test` and `make test-slow` together
 
     @property
     def room(self) -> str:
@@ -275,9 +275,9 @@ def memory_mib(process: int | str, field: str) -> float:
     return 0.0
 
 
-def assert_survived(found: FaultClass, num_cases: int) -> None:
-    """For pytest: the first cases of a class; the first that is not survived fails the test."""
-    for number in range(num_cases):
+def assert_survived(found: FaultClass, numbers: range) -> None:
+    """For pytest: some cases of a class; the first that is not survived fails the test."""
+    for number in numbers:
         outcome = run_case(found, number, session_folder() / "case")
         assert outcome.verdict == "survived", (
             f"{outcome.verdict}: {outcome.detail}\nto repeat: {found.command_of(number)}\n{outcome.trace}"

@@ -122,10 +122,13 @@ def test_the_device_leaves_a_bad_step_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_the_device_leaves_a_bad_step_out_of_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One test for all, because without a GPU only the first parameter set of a kernel test is run."""
+    """One test for all, because without a GPU only the first parameter set of a kernel test is run.
+
+    On a CPU, Triton's interpreter is slow: kernels and SGD take part for one method that also has frozen weights.
+    """
     for name in METHODS:
         for optimizer, by_kernels in (("adamw", True), ("adamw", False), ("sgd", False)):
-            if DEVICE.type == "cuda" or optimizer == "adamw" or name == "mocov3":
+            if DEVICE.type == "cuda" or name == "mocov3" or (optimizer == "adamw" and not by_kernels):
                 with monkeypatch.context() as patch:
                     assert_left_out(name, optimizer, by_kernels=by_kernels, patch=patch)
 
