@@ -119,6 +119,10 @@ def _run(interrupts: Interrupts, command: str, *arguments: str) -> int:
     except (OSError, SafetensorError) as error:  # SafetensorError: the disk is full while safetensors writes
         tell(f"massl: error: {error}. What was saved so far is intact; the same command continues.")
         return 1
+    except ImportError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # what a C++ module makes of Ctrl-C while it is imported
+            raise KeyboardInterrupt from None
+        raise
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise

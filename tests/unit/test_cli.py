@@ -67,6 +67,17 @@ def test_an_unknown_command_suggests_the_nearest_and_lists_the_known_ones(capsys
     assert all(any(line.split()[:1] == [command] for line in rest) for command in cli.COMMANDS)
 
 
+def test_ctrl_c_that_a_module_turned_into_an_import_error_is_an_interruption(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def import_plots(arguments: object) -> int:
+        raise ImportError("initialization failed") from KeyboardInterrupt()
+
+    monkeypatch.setattr(import_module("massl.commands.recipes"), "main", import_plots)
+    assert cli.main(["recipes"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
 def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert massl.__version__ == metadata.version("massl")
     assert cli.main(["--version"]) == 0
