@@ -64,7 +64,7 @@ def test_attention_is_drawn_for_each_image_and_on_a_sheet(model: Path, images: P
 def test_more_images_than_fit_a_sheet_go_on_the_next(
     model: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_ROWS_PER_SHEET", 2)
+    monkeypatch.setattr("massl.commands.picture_files._ROWS_PER_SHEET", 2)
     files = visualize(model, "neighbours", data=images, output=tmp_path, num_images=5, num_neighbours=2, device="cpu")
     assert [path.name for path in files] == ["neighbours.png", "neighbours_2.png", "neighbours_3.png"]
     first, second, third = (size_of(path) for path in files)

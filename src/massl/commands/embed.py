@@ -17,6 +17,7 @@ from massl.commands.arguments import parse
 from massl.commands.console import print_line, require_writable
 from massl.commands.images import UnreadableLeftOut, open_images
 from massl.commands.model import ModelSettings, model_on_device
+from massl.commands.patches import patch_folder, write_patches
 from massl.config import MasslError, merge, validate
 from massl.data.keys import stored_key
 from massl.data.loading.given_images import GivenImage, given_source
@@ -25,6 +26,7 @@ from massl.data.sources import ImageSource
 from massl.data.sources.base import Pixels
 from massl.digests import DIGEST_TO_COME, seal_safetensors_file
 from massl.evaluations.features import Extractor
+from massl.evaluations.named_features import FEATURE_LINES, PATCHES
 from massl.files import replacing
 
 Images = str | Path | Pixels | Sequence[GivenImage]
@@ -33,18 +35,30 @@ Labels = NDArray[np.int64]
 _FEATURE = "pooled"
 
 
-DESCRIPTION = """Write a model's features of your images to a file.
+DESCRIPTION = """Write a model's features of your images to a file, or those of every patch to a folder of files.
 
-massl embed runs/a --data photos/ --output features.parquet"""
+massl embed runs/a --data photos/ --output features.parquet
+massl embed runs/a --data photos/ --feature patches --output patches"""
 
 
 class EmbedSettings(ModelSettings):
     data: str = Field(description="the images: a folder, archive or URI, as in pretrain")
-    output: str = Field(description="file to write: .parquet (needs pyarrow), .npz or .safetensors")
+    output: str = Field(
+        description="file to write: .parquet (needs pyarrow), .npz or .safetensors; of patches: a folder"
+    )
+    feature: str | None = Field(
+        None,
+        description=f"what to write; default: {_FEATURE}{FEATURE_LINES}\n  {PATCHES}: all patch tokens, float16",
+    )
+    file_mib: int = Field(1024, gt=0, description="patches: size of a file in MiB, at most")
 
     @model_validator(mode="after")
     def _format_is_known(self) -> "EmbedSettings":
-        if Path(self.output).suffix not in WRITERS:
+        ending = Path(self.output).suffix
+        if self.feature == PATCHES:
+            if ending in WRITERS:
+                raise ValueError(f"output is {self.output!r}, but {PATCHES} are written to a folder; name one")
+        elif ending not in WRITERS:
             raise ValueError(f"output is {self.output!r}; its ending chooses the format: {', '.join(WRITERS)}")
         return self
 
@@ -60,27 +74,48 @@ class Embeddings(NamedTuple):
 
 @overload
 def embed(
-    model: str | Path, *, data: Images, output: str | Path, overrides: Mapping[str, Any] | None = None
+    model: str | Path,
+    *,
+    data: Images,
+    output: str | Path,
+    feature: str = _FEATURE,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Path: ...
 
 
 @overload
 def embed(
-    model: str | Path, *, data: Images, output: None = None, overrides: Mapping[str, Any] | None = None
+    model: str | Path,
+    *,
+    data: Images,
+    output: None = None,
+    feature: str = _FEATURE,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Embeddings: ...
 
 
 def embed(
-    model: str | Path, *, data: Images, output: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+    model: str | Path,
+    *,
+    data: Images,
+    output: str | Path | None = None,
+    feature: str = _FEATURE,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Path | Embeddings:
     """The features of all images of `data`, with their labels and keys; with `output`, written to this file.
 
     `data` is a folder, archive or URI, a uint8 array [N, H, W, 3], or a list of paths, Pillow images and arrays. The
-    ending of `output` chooses the format: .parquet, .npz or .safetensors. Images are prepared as in training;
-    `overrides` sets any other option of `massl embed --help`, e.g. {"image_size": 96}.
+    ending of `output` chooses the format: .parquet, .npz or .safetensors. `feature` is what `massl embed --help`
+    lists; "patches" needs a folder as `output`. Images are prepared as in training; `overrides` sets any other option,
+    e.g. {"image_size": 96}.
     """
-    values: dict[str, Any] = {"model": str(model)}
+    values: dict[str, Any] = {"model": str(model), "feature": feature}
     if output is None:
+        if feature == PATCHES:
+            raise MasslError(
+                f"{PATCHES} are written to a folder; give one as --output. For those of a few images in memory, see "
+                "massl.load_backbone and the model's forward_features"
+            )
         options = validate(ModelSettings, merge(values, overrides or {}, ModelSettings), origin="embed")
         source = _open(data, options)
         with model_on_device(options, cache=None) as (extractor, console):
@@ -107,6 +142,8 @@ def main(arguments: Sequence[str]) -> int:
 def run_embedding(settings: EmbedSettings, source: ImageSource | None = None) -> Path:
     """Write the features of the source, by default `settings.data`, to the file `settings.output`."""
     path = Path(settings.output).expanduser()
+    if settings.feature == PATCHES:
+        return _write_patches(settings, path, source)
     if path.exists():
         raise MasslError(f"{path} exists; move it away or choose another --output")
     if path.suffix == ".parquet":
@@ -126,6 +163,15 @@ def run_embedding(settings: EmbedSettings, source: ImageSource | None = None) ->
             }
             _write(path, rows, _storable(about))
         print_line(console, f"{path}: {len(rows.keys):,} features of {rows.features.shape[1]} dimensions")
+        distributed.barrier()
+    return path
+
+
+def _write_patches(settings: EmbedSettings, path: Path, source: ImageSource | None) -> Path:
+    source = _open(settings.data, settings) if source is None else source
+    require_writable(path)
+    with model_on_device(settings, cache=None) as (extractor, console):
+        write_patches(patch_folder(extractor, source, path, file_mib=settings.file_mib), console)
         distributed.barrier()
     return path
 

@@ -110,7 +110,7 @@ class UnreadableLeftOut:
                     raise
                 for source, readable in zip(sources, rest, strict=True):
                     if source is not None and readable is not None:
-                        _require_few(source, len(source) - len(readable), error)
+                        require_few(source, len(source) - len(readable), error)
                 for message in error.messages:
                     self._skipped.add(message)
                 left = rest
@@ -120,7 +120,7 @@ class UnreadableLeftOut:
                 return result
 
 
-def _require_few(source: ImageSource, num_unreadable: int, error: UnreadableImages) -> None:
+def require_few(source: ImageSource, num_unreadable: int, error: UnreadableImages) -> None:
     if num_unreadable > MAX_UNREADABLE_SHARE * len(source):
         raise DataError(
             f"{num_unreadable} of {len(source)} images of {source.name} cannot be read, more than "

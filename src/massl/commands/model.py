@@ -19,7 +19,7 @@ from massl.data.settings import checked_range, read_rules
 from massl.data.sources.rules import MAX_FILE_MIB, MAX_MEGAPIXELS, PixelRanges, ReadRules
 from massl.evaluations.features import ExtractionSettings, Extractor
 from massl.evaluations.features import Progress as ProgressFunction
-from massl.evaluations.named_features import FEATURES
+from massl.evaluations.named_features import FEATURE_LINES, own_name
 from massl.nn.token_readout import patch_size
 from massl.training.data_record import DataRecord
 from massl.weights.models import open_model
@@ -31,11 +31,7 @@ class ModelSettings(ExtractionSettings):
     """How the model is opened and fed, for all commands that take one."""
 
     model: ModelName
-    feature: str | None = Field(
-        None,
-        description="read this instead of what the protocol names. "
-        + "; ".join(f"{name}: {feature.summary}" for name, feature in FEATURES.items()),
-    )
+    feature: str | None = Field(None, description=f"read this instead of what the protocol names:{FEATURE_LINES}")
     image_size: int | None = Field(
         None, gt=0, description="side of the views in pixels; default: that of the images it was trained on"
     )
@@ -62,6 +58,11 @@ class ModelSettings(ExtractionSettings):
     max_file_mib: int = Field(MAX_FILE_MIB, gt=0, description="larger image files are left out as unreadable")
     max_megapixels: int = Field(MAX_MEGAPIXELS, gt=0, description="images with more are left out as unreadable")
 
+    @field_validator("feature")
+    @classmethod
+    def _under_its_own_name(cls, feature: str | None) -> str | None:
+        return feature and own_name(feature)
+
     @field_validator("pixel_range")
     @classmethod
     def _is_a_range(cls, pixel_range: tuple[float, float] | None) -> tuple[float, float] | None:
@@ -75,7 +76,10 @@ class ModelSettings(ExtractionSettings):
 def ranges_of_run(model: str) -> PixelRanges | None:
     """The range that a run recorded of its images with more than 8 bits; None if it had none."""
     path = Path(model).expanduser()
-    record = DataRecord(path if path.is_dir() else path.parent)
+    folder = path.parent if path.is_file() else path  # a file counts only beside the recipe of its run
+    record = DataRecord(folder)
+    if not (folder / "recipe.yaml").is_file():
+        return None
     return record.ranges if record.exists and record.ranges.key else None
 
 

@@ -1,12 +1,11 @@
-"""Pictures of what a model sees: self-attention maps, patch correspondences, nearest neighbours."""
+"""Pictures of what a model sees: self-attention maps, principal components and matches of patches, neighbours."""
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import tyro
 from PIL import Image
 from pydantic import Field, field_validator
@@ -14,32 +13,34 @@ from torch import Tensor
 
 from massl import distributed, keyed_random
 from massl.commands.arguments import parse
-from massl.commands.console import require_writable
+from massl.commands.console import message_console, print_line, require_writable
 from massl.commands.device import Device
 from massl.commands.images import UnreadableLeftOut, open_images
 from massl.commands.model import ModelSettings, model_on_device
+from massl.commands.picture_files import save_pages, save_picture
 from massl.config import merge, validate
+from massl.data.keys import stored_key
 from massl.data.sources.base import ImageSource
 from massl.evaluations.features import Extractor
 from massl.evaluations.protocols.attention import attention_size
 from massl.evaluations.protocols.correspondence import CorrespondenceSettings
-from massl.files import replacing
-from massl.nn.token_readout import has_class_token
 from massl.reports.pictures.attention import AttentionDrawing, draw_attention
 from massl.reports.pictures.correspondence import draw_pairs
 from massl.reports.pictures.images import class_name, whole_images
-from massl.reports.pictures.neighbours import Neighbours, ShownImage, find_neighbours, neighbour_rows
+from massl.reports.pictures.neighbours import ShownImage, neighbour_rows, neighbours_of
+from massl.reports.pictures.patch_colours import PURPOSE, draw_components
 from massl.reports.pictures.sheets import GREEN, GREY, RED, SMALLEST_TILE, Tile, sheet, tile_side
 
-PictureKind = Literal["attention", "correspondence", "neighbours", "neighbors"]
-_ROWS_PER_SHEET = 16  # more go on further sheets, which stay small enough to open
+PictureKind = Literal["attention", "pca", "correspondence", "neighbours", "neighbors"]
+_PAIRS_PER_ROW = 3  # images beside their principal components
 _FRAMES = {True: GREEN, False: RED, None: GREY}  # of neighbours of the same class, of another, of an unknown one
 _PAIRS = {"instance": "two views of an image", "class": "two images of a class"}
 
 
 DESCRIPTION = """Draw what a model sees, as the paper shows it.
 
-massl visualize runs/a attention --data photos/ --output figures"""
+massl visualize runs/a attention --data photos/ --output figures
+massl visualize runs/a pca --data photos/ --output figures --threshold 0.5"""
 
 
 class VisualizeSettings(ModelSettings):
@@ -50,7 +51,15 @@ class VisualizeSettings(ModelSettings):
     output: str = Field(description="folder for the pictures; existing ones of the same name are replaced")
     num_images: int = Field(16, gt=0, description="images to draw, chosen by seed; correspondence: pairs of each kind")
     image_size: int | None = Field(
-        None, gt=0, description="side of the images, whole patches; default: the model's, for attention 480 / 224 of it"
+        None,
+        gt=0,
+        description="side of the images, whole patches; default: the model's, for attention and pca 480 / 224 of it",
+    )
+    threshold: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="pca: patches whose first component, from 0 to 1, is below it are background; default: all shown",
     )
     num_neighbours: int = Field(8, gt=0, description="neighbours: how many to show of each image")
     database: str = Field("", description="neighbours: images to search; default: data, without the image itself")
@@ -92,9 +101,10 @@ def visualize(
 ) -> list[Path]:
     """Draw what a model sees in some images; returns the files written, sheets first.
 
-    `kind` is "attention" (what each head of the class token looks at), "correspondence" (which patches of a second view
-    or image are taken for those of a first) or "neighbours" (the most similar images). `model` is a run of massl, a
-    weights file or a timm name; `overrides` sets what else `massl visualize --help` lists, e.g. {"cosine": True}.
+    `kind` is "attention" (what each head of the class token looks at), "pca" (principal components of the patches as
+    colours), "correspondence" (which patches of a second view or image are taken for those of a first) or "neighbours"
+    (the most similar images). `model` is a run of massl, a weights file or a timm name; `overrides` sets what else
+    `massl visualize --help` lists, e.g. {"cosine": True}.
     """
     values = {
         "model": str(model),
@@ -145,12 +155,21 @@ def _chosen_images(source: ImageSource, settings: VisualizeSettings) -> Tensor:
     return order[: settings.num_images].sort().values
 
 
+def _drawn_size(extractor: Extractor, settings: VisualizeSettings, *, purpose: str) -> int:
+    """The side of the squares that whole images are resized to, which is said: it is not the model's own."""
+    size = attention_size(extractor.model, settings.image_size, option="--image_size", purpose=purpose)
+    num_patches = size // extractor.model.backbone.patch_size
+    said = f"drawn at {size} x {size} px, {num_patches} x {num_patches} patches: whole images, resized to squares"
+    print_line(message_console(quiet=not distributed.is_main()), said)
+    return size
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
 def _save_attention(extractor: Extractor, source: ImageSource, settings: VisualizeSettings) -> list[Path]:
     """For each image a strip of itself, all heads in colours, and a heat map of each head; and all strips on sheets."""
-    size = attention_size(extractor.model, settings.image_size, option="--image_size")
+    size = _drawn_size(extractor, settings, purpose="an attention map")
     title = (
         f"Attention of the class token, last block: {extractor.model.name}. Colours: patches that hold 60 % of a "
         "head's attention, head 0 blue, 1 red, 2 yellow ...; each heat map has a scale of its own"
@@ -165,17 +184,45 @@ def _save_attention(extractor: Extractor, source: ImageSource, settings: Visuali
         for drawing in draw_attention(extractor, source, _chosen_images(source, settings), size=size):
             row = _attention_tiles(drawing, source.key_of(drawing.index))
             picture = strip_sheet([row], max(size, tile_side(size)))
-            strips.append(_save(picture, settings.folder / "attention" / f"{len(strips):03d}.png"))
+            strips.append(save_picture(picture, settings.folder / "attention" / f"{len(strips):03d}.png"))
             yield row
 
     page_of = functools.partial(strip_sheet, side=tile_side(size), title=title)
-    return [*_save_pages(rows(), page_of, settings.folder / "attention.png"), *strips]
+    return [*save_pages(rows(), page_of, settings.folder / "attention.png"), *strips]
 
 
 def _attention_tiles(drawing: AttentionDrawing, caption: str) -> list[Tile]:
     maps = [head.repeat(drawing.patch, axis=0).repeat(drawing.patch, axis=1) for head in drawing.heads]
     photo = Tile(picture=drawing.photo, captions=(caption,))
     return [photo, *(Tile(picture=picture, smooth=False) for picture in (drawing.colours, *maps))]
+
+
+# ---- principal components --------------------------------------------------------------------------------------------
+
+
+def _save_components(extractor: Extractor, source: ImageSource, settings: VisualizeSettings) -> list[Path]:
+    """Each image beside its patches, whose first three principal components are red, green and blue."""
+    size = _drawn_size(extractor, settings, purpose=PURPOSE)
+    chosen = _chosen_images(source, settings)
+    drawn = draw_components(extractor, source, chosen, size=size, threshold=settings.threshold)
+    title = (
+        f"First three principal components of the patch features as red, green and blue: {extractor.model.name}. Equal "
+        f"colours mean similar features, in all images. They hold {drawn.explained:.0%} of the variance"
+    ).replace("%", " %")
+    if settings.threshold is not None:
+        title += f" of the {drawn.share_shown:.0%} of the patches that are not background".replace("%", " %")
+    pairs = []
+    for index, photo, colours in zip(chosen.tolist(), drawn.photos, drawn.colours, strict=True):
+        photo_tile = Tile(picture=photo, captions=(stored_key(source.key_of(index)),))
+        pairs.append([photo_tile, Tile(picture=colours, smooth=False)])
+    box = (max(size, tile_side(size)),) * 2
+    strips = [
+        save_picture(sheet([pair], box=box), settings.folder / "pca" / f"{number:03d}.png")
+        for number, pair in enumerate(pairs)
+    ]
+    rows = (list(itertools.chain(*pairs[at : at + _PAIRS_PER_ROW])) for at in range(0, len(pairs), _PAIRS_PER_ROW))
+    page_of = functools.partial(sheet, box=(tile_side(size),) * 2, title=title)
+    return [*save_pages(rows, page_of, settings.folder / "pca.png"), *strips]
 
 
 # ---- correspondence --------------------------------------------------------------------------------------------------
@@ -195,7 +242,7 @@ def _save_correspondence(extractor: Extractor, source: ImageSource, settings: Vi
     for drawing in draw_pairs(extractor, source, pairs):
         alike = tiles.setdefault(drawing.shows, [])
         path = settings.folder / "correspondence" / f"{drawing.shows}_{len(alike):03d}.png"
-        pictures.append(_save(Image.fromarray(drawing.picture), path))
+        pictures.append(save_picture(Image.fromarray(drawing.picture), path))
         first, second = (source.key_of(index) for index in drawing.images)
         both = f"{class_name(source, drawing.images[0])}: {first} and {second}"
         captions = (first, drawing.success) if drawing.shows == "instance" else (both,)
@@ -210,7 +257,7 @@ def _save_correspondence(extractor: Extractor, source: ImageSource, settings: Vi
         height, width, _ = alike[0].picture.shape
         page_of = functools.partial(sheet, box=(width, height), title=title)
         rows = (alike[at : at + 2] for at in range(0, len(alike), 2))
-        sheets += _save_pages(rows, page_of, settings.folder / f"correspondence_{shows}.png")
+        sheets += save_pages(rows, page_of, settings.folder / f"correspondence_{shows}.png")
     return [*sheets, *pictures]
 
 
@@ -222,7 +269,7 @@ def _save_neighbours(
 ) -> list[Path]:
     """For each image its nearest neighbours by cosine, framed green if they are of its class and red if not."""
     chosen = _chosen_images(source, settings)
-    neighbours = _find_neighbours(extractor, source, chosen, database, num_neighbours=settings.num_neighbours)
+    neighbours = neighbours_of(extractor, source, chosen, database, num_neighbours=settings.num_neighbours)
     pictures = functools.partial(whole_images, extractor, max_side=2 * SMALLEST_TILE)
     page_of = functools.partial(
         sheet,
@@ -233,56 +280,24 @@ def _save_neighbours(
         rule_after_first=True,
     )
     rows = itertools.starmap(_neighbour_tiles, neighbour_rows(source, chosen, database, neighbours, pictures))
-    return _save_pages(rows, page_of, settings.folder / "neighbours.png")
-
-
-def _find_neighbours(
-    extractor: Extractor, source: ImageSource, chosen: Tensor, database: ImageSource, *, num_neighbours: int
-) -> Neighbours:
-    feature = extractor.chosen_feature("cls" if has_class_token(extractor.model.backbone) else "pooled")
-    view = extractor.centre_view()
-    rows = extractor.features(database, view=view, feature=feature).rows
-    if database is source:
-        queries = rows[chosen].to(extractor.device)
-    else:
-        chunks = list(torch.split(chosen, extractor.settings.batch_size))
-        batches = extractor.views(source, chunks, view=view)
-        queries = torch.cat([extractor.read(batch.groups, feature) for batch in batches])
-    own_rows = chosen if database is source else None
-    return find_neighbours(queries, rows, num_neighbours=num_neighbours, own_rows=own_rows, name=database.name)
+    return save_pages(rows, page_of, settings.folder / "neighbours.png")
 
 
 def _neighbour_tiles(query: ShownImage, found: Sequence[ShownImage]) -> list[Tile]:
-    tiles = [Tile(picture=query.picture, captions=(query.name,), frame=GREY)]
+    tiles = [Tile(picture=query.picture, captions=_names(query), frame=GREY)]
     for near in found:
-        captions, frame = (f"{near.similarity:.3f}", near.name), _FRAMES[near.same_class]
+        captions, frame = (f"{near.similarity:.3f}", *_names(near)), _FRAMES[near.same_class]
         tiles.append(Tile(picture=near.picture, captions=captions, frame=frame))
     return tiles
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def _save(picture: Image.Image, path: Path) -> Path:
-    if distributed.is_main():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as partial:
-            picture.save(partial, format="PNG")
-    return path
-
-
-def _save_pages(
-    rows: Iterable[list[Tile]], page_of: Callable[[list[list[Tile]]], Image.Image], path: Path
-) -> list[Path]:
-    """The rows on one sheet, or on several numbered ones."""
-    remaining = iter(rows)
-    pages: list[Path] = []
-    while page := list(itertools.islice(remaining, _ROWS_PER_SHEET)):
-        pages.append(_save(page_of(page), path.with_stem(f"{path.stem}_{len(pages) + 1}") if pages else path))
-    return pages
+def _names(shown: ShownImage) -> tuple[str, ...]:
+    """Class and file, or the key of an image without a class. The names may be a stranger's."""
+    return tuple(stored_key(name) for name in (shown.name, shown.file) if name)
 
 
 _DRAWERS: dict[PictureKind, Callable[[Extractor, ImageSource, VisualizeSettings], list[Path]]] = {
     "attention": _save_attention,
+    "pca": _save_components,
     "correspondence": _save_correspondence,
 }

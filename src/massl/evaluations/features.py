@@ -32,7 +32,7 @@ from massl.evaluations.feature_cache import (
     write_unreadable,
 )
 from massl.evaluations.measurement import EvaluationError
-from massl.evaluations.named_features import FEATURES, read_feature
+from massl.evaluations.named_features import FEATURES, PATCHES, read_feature
 from massl.ops.image_ops import Filter, normalise
 from massl.weights.models import LoadedModel
 
@@ -132,6 +132,8 @@ class Extractor:
     def chosen_feature(self, feature: str) -> str:
         """The feature chosen by the user, or else the protocol's."""
         chosen = self.feature or feature
+        if chosen == PATCHES:
+            raise EvaluationError(f"{PATCHES} are many vectors per image, for massl embed; name one that is one vector")
         if chosen not in FEATURES:
             known = f"Known: {', '.join(FEATURES)}"
             raise EvaluationError(f"there is no feature {chosen!r}.{closest(chosen, FEATURES)} {known}")
@@ -153,21 +155,22 @@ class Extractor:
     def views(self, source: ImageSource, chunks: list[Tensor], *, view: EvaluationView) -> Iterator[ViewedBatch]:
         """Batches of images in the order of `chunks`, as the network sees them."""
         for batch in self.images(source, chunks):
-            yield ViewedBatch(self._seen(batch, view), batch.indices)
+            yield ViewedBatch(self.seen(batch, view), batch.indices)
 
-    def _seen(self, batch: ImageBatch, view: EvaluationView) -> list[Tensor]:
+    def seen(self, batch: ImageBatch, view: EvaluationView) -> list[Tensor]:
+        """Groups of [b, 3, H, W] as the network sees them."""
         groups = view.apply(batch.images, batch.indices)
         return [normalise(group, self.model.mean, self.model.std) for group in groups]
 
     def images(self, source: ImageSource, chunks: list[Tensor]) -> Iterator[ImageBatch]:
         """Batches of images as stored, on the device, read ahead; unreadable images raise UnreadableImages."""
         unreadable: dict[int, str] = {}
-        for batch in self._images_or_others(source, chunks, unreadable):
+        for batch in self.images_or_others(source, chunks, unreadable):
             if unreadable:
                 raise UnreadableImages(source, unreadable)
             yield batch
 
-    def _images_or_others(
+    def images_or_others(
         self, source: ImageSource, chunks: list[Tensor], unreadable: dict[int, str]
     ) -> Iterator[ImageBatch]:
         """The same, with another image in the place of an unreadable one, whose index and reason go to `unreadable`."""
@@ -202,8 +205,8 @@ class Extractor:
         rows, num_done = [], 0
         unreadable: dict[int, str] = {}
         with self.failing_together():
-            for batch in self._images_or_others(source, chunks, unreadable):
-                rows.append(self.read(self._seen(batch, view), feature))
+            for batch in self.images_or_others(source, chunks, unreadable):
+                rows.append(self.read(self.seen(batch, view), feature))
                 num_done += len(batch.indices)
                 num_done_by_all = min(num_done * distributed.world_size(), len(indices))
                 self.progress(f"features of {source.name}", int(indices[0]) + num_done_by_all, len(source))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from massl.nn.backbone import Backbone, Tokens
-from massl.nn.token_readout import last_layers, require_class_token
+from massl.nn.token_readout import last_layers, require_class_token, require_patches
 from massl.nn.transformer.plain import why_not_fused
 
 _SCALES = (1.0, 2**-0.5, 0.5)  # of retrieval's three passes
@@ -28,7 +28,7 @@ class Feature:
 
 
 def _patches(tokens: Tokens) -> Tensor:  # -> [B, N, D]
-    assert tokens.patches is not None, "features with patch tokens ask for a class token, which only transformers have"
+    assert tokens.patches is not None, "features with patch tokens are read from transformers only"
     return tokens.patches
 
 
@@ -58,10 +58,26 @@ FEATURES: dict[str, Feature] = {
         lambda layers: torch.cat([layers[-1].pooled, generalised_mean(_patches(layers[-1]))], dim=1),
         "class token and GeM of patches",
     ),
-    "cls_multiscale": Feature(
-        1, True, lambda layers: layers[-1].pooled, "class token averaged over scales 1, 0.71 and 0.5"
-    ),
+    "cls_multiscale": Feature(1, True, lambda layers: layers[-1].pooled, "mean class token of three scales"),
 }
+FEATURE_LINES = "".join(f"\n  {name}: {feature.summary}" for name, feature in FEATURES.items())  # for --help
+
+PATCHES = "patches"  # [H, W, D] of an image, by `read_patches`; every feature of the table is one vector
+# other names of features in papers and other projects; files and results hold the names of the table
+_OTHER_NAMES = {"last4": "cls_last4", "cls_patch_mean": "cls_mean"}
+
+
+def own_name(feature: str) -> str:
+    """The name of a feature here, if another name of it is given."""
+    return _OTHER_NAMES.get(feature, feature)
+
+
+def read_patches(backbone: Backbone, images: Tensor, *, precision: Literal["fp32", "bf16"]) -> Tensor:
+    """Normalised images [B, 3, H, W] -> patch tokens after the final norm [B, H / patch, W / patch, D] float32."""
+    patch = require_patches(backbone, purpose=f"the feature {PATCHES!r}")
+    with exact_convolutions(), torch.autocast(images.device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        tokens = _patches(_layers(backbone, images, 1)[-1]).float().contiguous()
+    return tokens.view(len(images), images.shape[2] // patch, images.shape[3] // patch, -1)
 
 
 def read_feature(backbone: Backbone, images: Tensor, name: str, *, precision: Literal["fp32", "bf16"]) -> Tensor:

@@ -51,9 +51,9 @@ class AttentionBatch:
         )
 
 
-def attention_size(model: LoadedModel, size: int | None, *, option: str) -> int:
+def attention_size(model: LoadedModel, size: int | None, *, option: str, purpose: str = "an attention map") -> int:
     """The requested size, or the published one scaled to the model's image size; a multiple of the patch."""
-    patch = require_patches(model.backbone, purpose="an attention map")
+    patch = require_patches(model.backbone, purpose=purpose)
     if size is not None:
         return whole_patches(size, patch, option=option)
     return max(1, round(_PUBLISHED_SIZE * model.image_size / _PUBLISHED_IMAGE_SIZE / patch)) * patch

@@ -21,6 +21,11 @@ def image_name(source: ImageSource, index: int) -> str:
     return class_name(source, index) or source.key_of(index)
 
 
+def file_name(source: ImageSource, index: int) -> str:
+    """The last part of an image's key, to stand below its class; "" if `image_name` is the key already."""
+    return source.key_of(index).rstrip("/").rpartition("/")[2] if class_name(source, index) else ""
+
+
 def whole_images(extractor: Extractor, source: ImageSource, indices: Tensor, *, max_side: int) -> list[Pixels]:
     """The images [H, W, 3] as they are stored, reduced where a side is longer than `max_side`."""
     return [

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from massl.data.sources.base import DataError, ImageSource, Pixels
+from massl.evaluations.features import Extractor
+from massl.nn.token_readout import has_class_token
 from massl.ops.scoring.neighbours import cosine_topk, without
-from massl.reports.pictures.images import class_name, image_name
+from massl.reports.pictures.images import class_name, file_name, image_name
 
 _CHUNK_ROWS = 1 << 16  # rows of the database compared at once
 _QUERIES_AT_ONCE = 16  # whose pictures are in memory together
@@ -29,9 +31,27 @@ class ShownImage:
     """A query or a neighbour, as it is shown."""
 
     picture: Pixels  # [H, W, 3]
-    name: str
+    name: str  # class, or key if that is unknown
+    file: str  # last part of the key; "" if `name` is the key
     similarity: float = 1.0  # to the query
     same_class: bool | None = None  # as the query; None: unknown
+
+
+def neighbours_of(
+    extractor: Extractor, source: ImageSource, chosen: Tensor, database: ImageSource, *, num_neighbours: int
+) -> Neighbours:
+    """The images of the database that are nearest to the chosen ones of the source, which is perhaps the same."""
+    feature = extractor.chosen_feature("cls" if has_class_token(extractor.model.backbone) else "pooled")
+    view = extractor.centre_view()
+    rows = extractor.features(database, view=view, feature=feature).rows
+    if database is source:
+        queries = rows[chosen].to(extractor.device)
+    else:
+        chunks = list(torch.split(chosen, extractor.settings.batch_size))
+        batches = extractor.views(source, chunks, view=view)
+        queries = torch.cat([extractor.read(batch.groups, feature) for batch in batches])
+    own_rows = chosen if database is source else None
+    return find_neighbours(queries, rows, num_neighbours=num_neighbours, own_rows=own_rows, name=database.name)
 
 
 def find_neighbours(
@@ -76,11 +96,12 @@ def neighbour_rows(
         for (picture, index), (near, similarities) in zip(queries, rows, strict=True):
             own_class = class_name(source, index)
             yield (
-                ShownImage(picture=picture, name=image_name(source, index)),
+                ShownImage(picture=picture, name=image_name(source, index), file=file_name(source, index)),
                 [
                     ShownImage(
                         picture=next(found),
                         name=image_name(database, other),
+                        file=file_name(database, other),
                         similarity=similarity,
                         same_class=_is_same(own_class, class_name(database, other)),
                     )

@@ -27,12 +27,14 @@ from massl.reports.pictures.correspondence import draw_pairs
 from massl.reports.pictures.embedding_map import plane_positions
 from massl.reports.pictures.images import centre_crops, image_name
 from massl.reports.pictures.neighbours import Neighbours, ShownImage, neighbour_rows
+from massl.reports.pictures.patch_colours import PURPOSE, draw_components
 from massl.reports.pictures.run_features import RunFeatures
 from massl.reports.pictures.sprites import SpriteSheet, exact_uri, photo_uri, sprite_sheet
 
 _NUM_QUERIES, _NUM_SHOWN = 10, 8  # rows of the sheet of neighbours, and how many are shown of each
 _NUM_LINES = 8  # of a pair: more cannot be followed
 _NUM_ATTENDED, _NUM_PAIRS = 6, 4  # images with attention maps; pairs of views, and of images of a class
+_NUM_COLOURED, _PAIRS_PER_ROW = 12, 4  # images beside the principal components of their patches
 _THUMBNAIL_SIDE, _TILE_SIDE, _PAIR_WIDTH = 64, 96, 460  # pixels at most: of a dot's image, of a tile, of a pair
 _SPRITE_BYTES, _ALL_SPRITES_BYTES, _FEWEST_SPRITE_BYTES = 2_400_000, 5_000_000, 400_000  # of one map, of all maps
 _PAIRS = {"instance": "Two views of an image", "class": "Two images of a class"}
@@ -172,6 +174,26 @@ def _draw_attention(run: RunFeatures, sprite_bytes: int) -> Drawn:
     return Drawn(markup=sheet_markup(rows, headings=headings))
 
 
+def _draw_components(run: RunFeatures, sprite_bytes: int) -> Drawn:
+    extractor, queries = run.extractor, run.sample.queries
+    size = attention_size(extractor.model, None, option="size", purpose=PURPOSE)
+    chosen = run.examples(_NUM_COLOURED)
+    drawn = draw_components(extractor, queries, chosen, size=size)
+    pairs = []
+    for index, photo, colours in zip(chosen.tolist(), drawn.photos, drawn.colours, strict=True):
+        name = image_name(queries, index)
+        pairs.append(
+            [
+                _photo(photo, max_side=2 * _TILE_SIDE, alt=name, captions=(name,)),
+                _heat_map(colours, alt=f"{name}: principal components of its patches as colours"),
+            ]
+        )
+    num_pairs = min(_PAIRS_PER_ROW, len(pairs))
+    rows = [[tile for pair in pairs[at : at + num_pairs] for tile in pair] for at in range(0, len(pairs), num_pairs)]
+    said = f"The three components hold {drawn.explained:.0%} of the variance of the patches shown.".replace("%", " %")
+    return Drawn(markup=sentence_markup(said) + sheet_markup(rows, headings=["image", "patches"] * num_pairs))
+
+
 def _draw_correspondence(run: RunFeatures, sprite_bytes: int) -> Drawn:
     queries = run.sample.queries
     settings = CorrespondenceSettings(num_images=_NUM_PAIRS, num_figures=_NUM_PAIRS, num_points=_NUM_LINES)
@@ -209,6 +231,12 @@ PICTURES: dict[str, PictureKind] = {
         note="What the class token attends to in the last block. All heads: each patch in the colour of its strongest "
         "head; each other map has a scale of its own, from violet (least) to yellow (most).",
         draw=_draw_attention,
+    ),
+    "components": PictureKind(
+        title="Principal components of the patches",
+        note="The first three principal components of the patch features as red, green and blue, computed over all "
+        "these images together: equal colours mean similar features, also in different images.",
+        draw=_draw_components,
     ),
     "correspondence": PictureKind(
         title="Matched patches",
