@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from massl.nn.positions import model_positions
 from massl.nn.timm_models import create_timm_model
 from massl.nn.transformer.plain import embed_patches
+from massl.nn.transformer.tokens import is_transformer
 
 
 class AnySizeTransformer(VisionTransformer):
@@ -24,7 +26,9 @@ class AnySizeTransformer(VisionTransformer):
 
 def for_any_size(model: nn.Module) -> nn.Module:
     """The same model, which resamples position embeddings as in training; other networks stay as they are."""
-    if type(model) is VisionTransformer and model.dynamic_img_size:
+    if isinstance(model, Eva) and is_transformer(model):  # its rotations follow from the size
+        model.patch_embed.register_forward_pre_hook(_whole_patches)
+    elif type(model) is VisionTransformer and model.dynamic_img_size:
         model.__class__ = AnySizeTransformer
         model.patch_embed.register_forward_pre_hook(_whole_patches)
     return model

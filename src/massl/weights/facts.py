@@ -12,7 +12,7 @@ from typing import Any
 
 from massl.config import MasslError
 from massl.data.evaluation.views import MAX_SIDE, PUBLISHED_CROP_RATIO
-from massl.nn.positions import RESAMPLING_RULE
+from massl.nn.positions import RESAMPLING_RULE, RESAMPLING_RULES
 
 _MAX_SIGNS = 200  # of a text from a file in a message
 
@@ -63,11 +63,13 @@ def read_facts(path: Path, metadata: Mapping[str, str]) -> BackboneFacts | None:
     wrong = [what for what, fits in expected.items() if not fits]
     if wrong:
         raise WeightsError(f"the metadata of {path} are damaged: expected {'; '.join(wrong)}; write the file again")
-    if rule != RESAMPLING_RULE:
+    if rule not in RESAMPLING_RULES:
         raise WeightsError(
             f"{path} resamples position embeddings by the rule {for_message(rule)!r}, which this version of massl does "
             "not have; install a newer one"
         )
+    if rule != RESAMPLING_RULE:
+        timm_arguments = {**timm_arguments, "position_resampling": rule}
     return BackboneFacts(
         timm_arguments=timm_arguments, mean=tuple(mean), std=tuple(std), image_size=image_size, crop_ratio=crop_ratio
     )

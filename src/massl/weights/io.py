@@ -7,7 +7,6 @@ import argparse
 import json
 import re
 import warnings
-import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +14,15 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from massl.config import RecipeError
 from massl.data.evaluation.views import PUBLISHED_CROP_RATIO, whole_patches
-from massl.digests import DIGEST_KEY, DamagedFile, check_zip
+from massl.digests import DIGEST_KEY, DamagedFile, check_zip, is_zip
 from massl.nn.any_size import for_any_size, for_one_size
-from massl.nn.positions import RESAMPLING_RULE
+from massl.nn.positions import resampling_rule
 from massl.nn.timm_models import MAX_ELEMENTS, create_timm_model
 from massl.weights.facts import BackboneFacts, WeightsError, for_message, read_facts
 from massl.weights.tensor_files import read_tensors, tensor_bytes
@@ -62,12 +62,12 @@ def backbone_bytes(
     """The file content for a timm model: always the same for the same model."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     facts = {
-        "timm": dict(timm_arguments),
+        "timm": {key: value for key, value in timm_arguments.items() if key != "position_resampling"},
         "mean": mean,
         "std": std,
         "image_size": image_size,
         "crop_ratio": crop_ratio,
-        "position_resampling": RESAMPLING_RULE,
+        "position_resampling": resampling_rule(model),
     }
     metadata = {"format": "pt", **{name: json.dumps(fact) for name, fact in facts.items()}}
     return tensor_bytes(tensors, metadata)
@@ -115,7 +115,7 @@ def describe_images(model: nn.Module, content: BackboneContent, *, image_size: i
 
 def own_image_size(model: nn.Module) -> int:
     """Side of the images that the model was built for."""
-    if isinstance(model, VisionTransformer) and model.patch_embed.grid_size is not None:
+    if isinstance(model, VisionTransformer | Eva) and model.patch_embed.grid_size is not None:
         return int(model.patch_embed.grid_size[0] * model.patch_embed.patch_size[0])
     config: Any = model.default_cfg
     return int(config["input_size"][-1])
@@ -172,7 +172,7 @@ def described_model(timm_arguments: Mapping[str, Any], *, origin: str, num_bytes
 def read_pickled(path: Path) -> Any:
     """The content of a torch.save file: only tensors, plain values and argparse.Namespace; no code is executed."""
     try:
-        if zipfile.is_zipfile(path):
+        if is_zip(path):
             check_zip(path)
         # full checkpoints of DINO, iBOT and MaSSL contain the Namespace of their command line
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():

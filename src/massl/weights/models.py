@@ -12,12 +12,14 @@ from typing import Any
 import timm
 import torch
 from timm.layers.patch_embed import PatchEmbed
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
 from massl.config import RecipeError
 from massl.data.evaluation.views import PUBLISHED_CROP_RATIO
 from massl.nn.backbone import Backbone
+from massl.nn.positions import ResamplingRule
 from massl.nn.timm_models import create_timm_model
 from massl.weights.facts import WeightsError
 from massl.weights.io import (
@@ -31,9 +33,10 @@ from massl.weights.io import (
     read_pickled,
     read_safetensors,
 )
-from massl.weights.key_maps import backbone_of, shape_of
+from massl.weights.key_maps import backbone_of
 
 _PUBLISHED_IMAGE_SIZE = 224
+_NOT_OF_TIMM = ("model_name", "num_classes", "position_resampling")  # `timm.create_model` has no option of this name
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -58,6 +61,8 @@ class LoadedModel:
             size = {384: "S", 768: "B", 192: "Ti", 1024: "L"}.get(model.embed_dim)
             if size is not None and len(model.blocks) == (24 if size == "L" else 12):
                 shape = f"ViT-{size}/{model.patch_embed.patch_size[0]}"
+                if model.reg_token is not None:
+                    shape += f" with {model.reg_token.shape[1]} registers"
                 own_size = own_image_size(model)
                 return shape if own_size == _PUBLISHED_IMAGE_SIZE else f"{shape} at {own_size} px"
         return str(self.backbone.timm_arguments["model_name"])
@@ -95,6 +100,34 @@ def open_model(name: str | Path, *, num_heads: int | None = None, pretrained: bo
     return _open_foreign(str(name), file, read_pickled(file), num_heads=num_heads)
 
 
+def open_foreign(
+    file: Path,
+    *,
+    num_heads: int | None = None,
+    timm_name: str | None = None,
+    position_resampling: ResamplingRule | None = None,
+) -> LoadedModel:
+    """The backbone in a weights file of another project.
+
+    `timm_name` names its model where the tensors do not tell; with a tag, mean and deviation of the colours are those
+    of timm's weights. `position_resampling` replaces the authors' rule.
+    """
+    if timm_name is not None:
+        _require_timm_name(timm_name)
+    is_safetensors = file.suffix == ".safetensors"
+    checkpoint, metadata = read_safetensors(file) if is_safetensors else (read_pickled(file), {})
+    if is_safetensors and backbone_content(file, checkpoint, metadata) is not None:
+        raise WeightsError(f"{file} is a backbone of massl already; every command opens it as it is")
+    return _open_foreign(
+        str(file),
+        file,
+        checkpoint,
+        num_heads=num_heads,
+        timm_name=timm_name,
+        position_resampling=position_resampling,
+    )
+
+
 def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int | None) -> LoadedModel:
     backbone = _described_backbone(content.timm_arguments, origin=str(path), num_bytes=content.num_bytes)
     if num_heads is not None and num_heads != _num_heads(backbone.model):
@@ -108,15 +141,40 @@ def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int
     return replace(model, image_size=size, crop_ratio=content.crop_ratio)
 
 
-def _open_foreign(name: str, path: Path, checkpoint: Any, *, num_heads: int | None) -> LoadedModel:
-    found = backbone_of(checkpoint, origin=str(path))
-    shape = shape_of(found, num_heads=num_heads, origin=str(path))
-    backbone = _described_backbone(shape.timm_arguments(), origin=str(path), num_bytes=path.stat().st_size)
-    load_strictly(backbone.model, found.tensors, origin=str(path))
-    origin = f"{found.part} {path} ({shape})"
-    if found.is_mocov3 and shape.dim == 384 and num_heads is None:
+def _open_foreign(
+    name: str,
+    path: Path,
+    checkpoint: Any,
+    *,
+    num_heads: int | None,
+    timm_name: str | None = None,
+    position_resampling: ResamplingRule | None = None,
+) -> LoadedModel:
+    architecture, _, tag = (timm_name or "").partition(".")
+    found = backbone_of(
+        checkpoint,
+        origin=str(path),
+        num_heads=num_heads,
+        timm_name=architecture or None,
+        position_resampling=position_resampling,
+    )
+    network = found.network
+    backbone = _described_backbone(network.timm_arguments, origin=str(path), num_bytes=path.stat().st_size)
+    load_strictly(backbone.model, _without_classifier(network.tensors, backbone.model), origin=str(path))
+    origin = f"{found.part} {path} ({network.summary})"
+    if "MoCo-v3" in found.part and network.timm_arguments.get("embed_dim") == 384 and num_heads is None:
         origin += "; MoCo-v3's ViT-S has 12 heads where others have 6"
-    return _loaded(backbone, name=name, origin=origin, mean=_IMAGENET_MEAN, std=_IMAGENET_STD)
+    config: Any = timm.get_pretrained_cfg(timm_name) if timm_name and tag else None
+    mean, std = (tuple(config.mean), tuple(config.std)) if config else (_IMAGENET_MEAN, _IMAGENET_STD)
+    return _loaded(backbone, name=name, origin=origin, mean=mean, std=std)
+
+
+def _without_classifier(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    config: Any = model.default_cfg
+    named = config.get("classifier") or ()
+    dropped = tuple(f"{part}." for part in ((named,) if isinstance(named, str) else named))
+    wanted = model.state_dict()
+    return {key: tensor for key, tensor in tensors.items() if key in wanted or not key.startswith(dropped)}
 
 
 def _open_timm(name: str, *, num_heads: int | None, pretrained: bool | None) -> LoadedModel:
@@ -125,13 +183,30 @@ def _open_timm(name: str, *, num_heads: int | None, pretrained: bool | None) -> 
     arguments: dict[str, Any] = {"model_name": name, "num_classes": 0}
     if num_heads is not None:
         arguments["num_heads"] = num_heads
+    is_published = pretrained if pretrained is not None else bool(tag)
     backbone = _empty_backbone(arguments, create_timm_model)
     config: Any = backbone.model.default_cfg
+    tag = str(config["tag"]) if is_published else ""
+    # the rule of those who trained the weights
+    is_dino = tag == "dino" or ("dinov2" in architecture and "_reg" not in architecture)
+    if is_published and backbone.position_resampling is not None and not is_dino:
+        backbone = _empty_backbone({**arguments, "position_resampling": "timm"}, create_timm_model)
+    backbone = _with_class_token(backbone)
     origin = f"random weights (timm's {name}, seed 0)"
-    if pretrained if pretrained is not None else bool(tag):
+    if is_published:
         _load_published(backbone)
-        origin = f"timm weights {architecture}.{config['tag']}"
+        origin = f"timm weights {architecture}.{tag}"
     return _loaded(backbone, name=name, origin=origin, mean=tuple(config["mean"]), std=tuple(config["std"]))
+
+
+def _with_class_token(backbone: Backbone) -> Backbone:
+    """DINOv3's feature is the class token; timm's model of it averages the patch tokens by default."""
+    model = backbone.model
+    if not isinstance(model, Eva) or not backbone.is_transformer or model.cls_token is None:
+        return backbone
+    if model.global_pool == "token" or not isinstance(model.fc_norm, nn.Identity):
+        return backbone
+    return _empty_backbone({**backbone.timm_arguments, "global_pool": "token"}, create_timm_model)
 
 
 def _require_timm_name(name: str) -> None:
@@ -157,7 +232,7 @@ def _load_published(backbone: Backbone) -> None:
 
     The classifier is dropped here: timm itself, if it builds a model without one, accepts incomplete weights.
     """
-    options = {key: value for key, value in backbone.timm_arguments.items() if key not in ("model_name", "num_classes")}
+    options = {key: value for key, value in backbone.timm_arguments.items() if key not in _NOT_OF_TIMM}
     name = backbone.timm_arguments["model_name"]
     try:
         with torch.random.fork_rng(devices=[]):

@@ -253,7 +253,7 @@ def test_each_layout_gives_bit_for_bit_the_features_of_a_massl_file(tmp_path: Pa
         assert torch.equal(tokens.pooled, expected.pooled)
         assert torch.equal(tokens.patches, expected.patches)
     torch.testing.assert_close(opened.backbone(IMAGES).pooled, truth(state, IMAGES, NUM_HEADS), rtol=1e-4, atol=1e-4)
-    assert opened.origin.startswith(f"{part} {file} (width 32, 2 blocks, 2 heads, patch 8, image 32)")
+    assert opened.origin.startswith(f"{part} {file} (ViT of width 32, patch 8, 2 blocks, 2 heads, 32 px)")
     assert (opened.mean, opened.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert opened.image_size == 32
 
@@ -294,7 +294,7 @@ def test_the_number_of_heads_follows_from_the_width(tmp_path: Path, dim: int, nu
     state = tiny_state(embed_dim=dim, depth=1, num_heads=1, mlp_ratio=0.5)
     opened = open_model(saved(tmp_path / "a.pth", state))
     assert opened.backbone.model.blocks[0].attn.num_heads == num_heads
-    assert f"width {dim}, 1 blocks, {num_heads} heads" in opened.origin
+    assert f"1 blocks, {num_heads} heads" in opened.origin
 
 
 def test_mocov3_of_width_384_has_12_heads_and_says_so(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_mocov3_of_width_384_has_12_heads_and_says_so(tmp_path: Path) -> None:
     assert not torch.allclose(opened.backbone(IMAGES).pooled, wrong.backbone(IMAGES).pooled, atol=1e-2)
     assert opened.fingerprint != wrong.fingerprint
     assert (
-        "width 768, 1 blocks, 12 heads"
+        "1 blocks, 12 heads"
         in open_model(
             saved(tmp_path / "b.pth", mocov3_checkpoint(tiny_state(embed_dim=768, depth=1, mlp_ratio=0.5)))
         ).origin
