@@ -19,7 +19,7 @@ from massl.commands.recipes import RecipesSettings, shipped_recipes
 from massl.commands.report.command import ReportSettings
 from massl.commands.visualize import VisualizeSettings
 from massl.config import Settings, UsageError
-from massl.evaluations.named_features import FEATURES
+from massl.evaluations.named_features import FEATURES, PATCHES
 from massl.evaluations.protocols import PROTOCOLS
 from massl.methods import METHODS
 
@@ -154,4 +154,5 @@ _VALUES: dict[str | tuple[type[Settings], str], tuple[str, ...]] = {
     "method.name": tuple(METHODS),
     "protocol": tuple(PROTOCOLS),
     "feature": tuple(FEATURES),
+    (EmbedSettings, "feature"): (*FEATURES, PATCHES),
 }
