@@ -11,10 +11,12 @@ from rich.console import Console
 
 from massl import distributed
 from massl.commands.arguments import exit_status
+from massl.commands.auto import PLAN_FILE, resolve
 from massl.commands.console import message_console, print_line, working
 from massl.commands.device import choose_device, host_threads_for
 from massl.commands.images import SkippedImages, download_named, open_images
-from massl.commands.pretrain_arguments import parse_pretrain, recipe_of_run, resolve_recipe
+from massl.commands.memory_check import require_memory
+from massl.commands.pretrain_arguments import default_output, parse_pretrain
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.run_messages import (
     Cautions,
@@ -63,26 +65,30 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 def pretrain(
-    *,
-    output: str | Path,
-    recipe: str | Path | PretrainRecipe | None = None,
     data: str | Path | None = None,
+    *,
+    output: str | Path | None = None,
+    recipe: str | Path | PretrainRecipe | None = None,
     overrides: Mapping[str, Any] | None = None,
+    minutes: float | None = None,
     start_from: str | Path | None = None,
 ) -> PretrainResult:
     """Learn visual features from unlabelled images.
 
-    `recipe` is a shipped recipe's name, a YAML file or a PretrainRecipe; `data` names the images (a folder,
-    `demo:train`, `torchvision:CIFAR10?root=DIR`); `overrides` changes single values, e.g. {"trainer.epochs": 20} or
-    {"trainer": {"epochs": 20}}. The run is kept in the folder `output`; the same call again, or `output` alone,
-    continues it where it stopped. `start_from` names the folder of another run whose weights a new run starts from.
+    `data` names the images (a folder, `demo:train`, `torchvision:CIFAR10?root=DIR`). `recipe` is a shipped recipe's
+    name, a YAML file or a PretrainRecipe; without one, `auto` chooses every value and says why. `overrides` changes
+    single values, e.g. {"trainer.epochs": 20} or {"trainer": {"epochs": 20}}; `minutes` sets the length instead of
+    epochs. The run is kept in the folder `output` (default: runs/ and the name of the images); the same call again, or
+    `output` alone, continues it where it stopped. `start_from` names the folder of another run whose weights a new run
+    starts from.
 
     Ctrl-C saves a checkpoint, then raises KeyboardInterrupt. SIGTERM, SIGHUP and SIGUSR1 save one too and return a
     result that is not `finished` and names the signal.
     """
-    path = Path(output).expanduser()
+    path = Path(output or default_output(data)).expanduser()
     start = None if start_from is None else Path(start_from).expanduser().resolve()
-    resolved = resolve_recipe(recipe or recipe_of_run(path, start, data=data), data, overrides or {})
+    found = resolve(recipe, data=data, overrides=overrides or {}, run=path, start_from=start, minutes=minutes)
+    resolved = found.recipe
     folder = RunFolder(path, resolved)
     if not folder.has_begun:  # a run of an older version goes on with the weights it has
         refuse_published_weights(resolved.backbone)
@@ -104,6 +110,9 @@ def pretrain(
         accept_changes = resolved.data.accept_changes
         claimed = folder.claimed(is_writer=distributed.is_main(), accept_changes=accept_changes, start_from=start)
         with claimed, host_threads_for(device):
+            if found.plan is not None and distributed.is_main():
+                folder.write_text(PLAN_FILE, found.explanation)
+            require_memory(resolved, source, device, console)
             result = _train(resolved, source, folder, device, console)
     finally:
         distributed.stop()

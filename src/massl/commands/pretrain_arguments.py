@@ -1,5 +1,6 @@
 """The arguments of `massl pretrain`, and the recipe they ask for."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,29 +11,45 @@ from pydantic import Field, create_model
 
 from massl.commands.arguments import parse
 from massl.commands.recipe import PretrainRecipe, load_recipe
-from massl.config import RecipeError, dotted, merge, validate
+from massl.config import RecipeError, UsageError, dotted, merge, validate
 from massl.methods import METHODS
+from massl.planning.choice import choose
+from massl.planning.facts import DeviceFacts, ImageFacts
 
+AUTO = "auto"
 DESCRIPTION = f"""Learn visual features from unlabelled images.
 
-massl pretrain --recipe massl-vits16 --data photos/ --output runs/a [--any.key value]
+massl pretrain photos/
+massl pretrain photos/ --minutes 30 --output runs/a
+massl pretrain photos/ --recipe massl-tiny --trainer.epochs 40
 
-The options below are the values of a recipe. The defaults shown are those of --recipe, or of massl-vits16 if none is
-given. --method.name trains another method ({", ".join(METHODS)}) with the values the recipe has for it. The run is kept
-in the folder --output; the same command again, or --output alone, continues it. The same command on several GPUs:
+Without --recipe, auto chooses every value from your images and this machine, and says why; massl plan photos/ shows it
+beforehand. The options below are the values of a recipe. The defaults shown are those of --recipe or, without one, what
+auto chooses for {{example}}; give an option and what follows from it changes too.
+--method.name trains another method ({", ".join(METHODS)}) with the values the recipe has for it. The run is kept in the
+folder --output; the same command again, or --output alone, continues it. The same command on several GPUs:
 
 torchrun --nproc-per-node 4 -m massl pretrain ..."""
-_SHOWN_RECIPE = "massl-vits16"  # whose values --help shows when no recipe is given
+_EXAMPLE = "10,000 photographs on a GPU of 24 GiB"  # whose values --help shows when no recipe is given
+_EXAMPLE_IMAGES = ImageFacts(num_images=10_000, sizes=((375, 500),), num_sampled=1)
+_EXAMPLE_DEVICE = DeviceFacts(kind="cuda", name="GPU", memory_gib=24, num_cores=8, host_gib=64)
 
 
 class PretrainArguments(PretrainRecipe):
+    images: tyro.conf.Positional[str] = Field("", description="your images, short for --data: a folder, .npz or URI")
     recipe: str | None = Field(
         None,
-        description="name of a shipped recipe (see `massl recipes`) or a YAML file; default: the recipe of the run in "
-        "--output, or in --start_from",
+        description="auto, a shipped recipe (see `massl recipes`) or a YAML file; default: the recipe of the run in "
+        "--output or --start_from, else auto",
     )
+    minutes: float | None = Field(
+        None, gt=0, description="train for about this long, probes not counted: a short trial finds the epochs"
+    )
+    epochs: int | None = Field(None, gt=0, description="short for --trainer.epochs")
     output: str = Field(
-        description="folder of the run; never overwritten, continued if it holds a run of the same recipe"
+        "",
+        description="folder of the run; never overwritten, continued if it holds a run of the same recipe; default: "
+        "runs/ and the name of the images",
     )
     start_from: str | None = Field(
         None, description="folder of another run: start a new run from its weights; optimizer and schedules start anew"
@@ -42,41 +59,112 @@ class PretrainArguments(PretrainRecipe):
 class PretrainCall(NamedTuple):
     """What a command line asks for."""
 
-    recipe: PretrainRecipe
+    recipe: PretrainRecipe | str  # "auto", or a recipe with the values given on the command line
     output: str
     start_from: str | None
     # given on the command line, not by a recipe: only these images may be downloaded
     data: str | None
-    overrides: dict[str, str]
+    overrides: dict[str, Any]
+    minutes: float | None
 
 
-def parse_pretrain(arguments: Sequence[str]) -> PretrainCall:
+def parse_pretrain(arguments: Sequence[str], *, command: str = "pretrain", description: str = "") -> PretrainCall:
     """The recipe with the values given on the command line, and where the run is kept."""
-    name = _value_of("--recipe", arguments)
-    runs = [_value_of(option, arguments) for option in ("--output", "--start_from")]
     is_help = bool({"--help", "-h"} & set(arguments))
-    data = _value_of("--data", arguments) or _value_of("--data.source", arguments)
-    given = {"method.name": _value_of("--method.name", arguments), "data.source": data}
-    recipe = load_recipe(
-        name or (_SHOWN_RECIPE if is_help else recipe_of_run(*runs, data=data)),
-        {key: value for key, value in given.items() if value is not None},  # they change what other values mean
-    )
+    name, data = _value_of("--recipe", arguments), _images_of(arguments)
+    output, start = _value_of("--output", arguments), _value_of("--start_from", arguments)
+    run = output or (str(default_output(data)) if data else None)
+    is_auto = name == AUTO or (name is None and not _has_recipe(run) and not _has_recipe(start) and (data or is_help))
+    recipe = _base_recipe(arguments, name, run, start, data, is_auto=bool(is_auto), is_help=is_help)
     # Only the chosen method's options; the rest would clutter --help.
     arguments_type = create_model(
         "PretrainArguments", __base__=PretrainArguments, method=(type(recipe.method), recipe.method)
     )
-    defaults = arguments_type.model_construct(recipe=name, output=tyro.MISSING, start_from=None, **dict(recipe))
-    parsed = parse(arguments_type, "pretrain", DESCRIPTION, arguments, default=defaults)
-    values = {field: getattr(parsed, field) for field in PretrainRecipe.model_fields}
-    given_data = None if data is None else parsed.data.source
-    probed = {key: _value_of(f"--{key}", arguments) for key in ("probes.database", "probes.queries")}
-    return PretrainCall(
-        PretrainRecipe.model_validate(values),
-        parsed.output,
-        parsed.start_from,
-        given_data,
-        {key: value for key, value in probed.items() if value is not None},
-    )
+    own: dict[str, Any] = {
+        "images": "",
+        "recipe": name,
+        "minutes": None,
+        "epochs": None,
+        "output": "",
+        "start_from": None,
+    }
+    defaults = arguments_type.model_construct(**own | dict(recipe))
+    text = (description or DESCRIPTION).format(example=_EXAMPLE)
+    parsed = parse(arguments_type, command, text, arguments, default=defaults)
+    if parsed.images and parsed.images != data:  # named after the options
+        rest = [word for word in arguments if word != parsed.images]
+        return parse_pretrain([parsed.images, *rest], command=command, description=description)
+    given = _given(parsed, arguments)
+    if parsed.epochs is not None:
+        given["trainer.epochs"] = parsed.epochs
+    if parsed.minutes is not None and "trainer.epochs" in given:
+        raise UsageError("--minutes and --epochs both set the length of training; give one of them")
+    kept = PretrainRecipe.model_validate({field: getattr(parsed, field) for field in PretrainRecipe.model_fields})
+    if is_auto:
+        return PretrainCall(AUTO, run or "", parsed.start_from, data, given, parsed.minutes)
+    if parsed.epochs is not None:
+        kept = resolve_recipe(kept, data, {"trainer.epochs": parsed.epochs})
+    probed: dict[str, Any] = {key: given[key] for key in ("probes.database", "probes.queries") if key in given}
+    given_data = None if data is None else kept.data.source
+    return PretrainCall(kept, run or "", parsed.start_from, given_data, probed, parsed.minutes)
+
+
+def _base_recipe(
+    arguments: Sequence[str],
+    name: str | None,
+    run: str | None,
+    start: str | None,
+    data: str | None,
+    *,
+    is_auto: bool,
+    is_help: bool,
+) -> PretrainRecipe:
+    """The recipe whose values are the defaults of the options."""
+    given = {"method.name": _value_of("--method.name", arguments), "data.source": data}
+    given = {key: value for key, value in given.items() if value is not None}  # they change what other values mean
+    if not is_auto:
+        return load_recipe(name or recipe_of_run(run, start, data=data), given)
+    if given.get("method.name", "massl") != "massl":
+        return validate(PretrainRecipe, {"method": {"name": given["method.name"]}}, origin="auto")
+    values = merge({}, choose(_EXAMPLE_IMAGES, _EXAMPLE_DEVICE, {}).values, PretrainRecipe)
+    # a given number of rows or block size is checked against what auto derives from it, not against the example's
+    memory = {} if is_help else {"method.memory.num_rows": 2**62, "method.memory.block_size": 1}
+    return validate(PretrainRecipe, merge(values, {**memory, **given}, PretrainRecipe), origin="auto")
+
+
+def _images_of(arguments: Sequence[str]) -> str | None:
+    """The images named first, or by --data."""
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0]
+    return _value_of("--data", arguments) or _value_of("--data.source", arguments)
+
+
+def _given(parsed: PretrainArguments, arguments: Sequence[str]) -> dict[str, Any]:
+    """The recipe's values that the command line sets, by dotted key."""
+    words = (word.partition("=")[0] for word in arguments if word.startswith("--"))
+    names = {word[2:].replace("-", "_") for word in words}
+    dumped, given = parsed.model_dump(mode="json"), {}
+    for name in names - {"data.source"}:
+        section: Any = dumped
+        for part in name.split("."):
+            section = section.get(part) if isinstance(section, dict) else None
+        if "." in name and section is not None:
+            given[name] = section
+    return given | ({"data.accept_changes": True} if parsed.data.accept_changes else {})
+
+
+def _has_recipe(run: str | None) -> bool:
+    return run is not None and (Path(run).expanduser() / "recipe.yaml").is_file()
+
+
+def default_output(data: str | Path | None) -> Path:
+    """runs/photos for photos/, runs/CIFAR10 for torchvision:CIFAR10?root=data."""
+    if not data:
+        raise RecipeError("which images? massl pretrain photos/ trains on them, --output of a run continues it")
+    scheme, _, location = str(data).partition(":")
+    place = str(data) if not location or "/" in scheme else location.partition("?")[0]
+    name = Path(place).expanduser().resolve().name if place == str(data) or scheme == "folder" else place
+    return Path("runs") / (re.sub(r"[^\w.-]+", "-", name.removesuffix(".npz")).strip("-.") or "images")
 
 
 def recipe_of_run(*runs: str | Path | None, data: str | Path | None = None) -> Path:
@@ -85,9 +173,8 @@ def recipe_of_run(*runs: str | Path | None, data: str | Path | None = None) -> P
         if run is not None and (file := Path(run).expanduser() / "recipe.yaml").is_file():
             return file
     named = [str(run) for run in runs if run is not None]
-    none = f"{' and '.join(named)}: no run is there to take the recipe from. " if named else "which recipe? "
-    start = ["massl", "pretrain", "--recipe", "massl-tiny", "--data", str(data or "photos/")]
-    start += ["--output", *(named[:1] or ["runs/a"])]
+    none = f"{' and '.join(named)}: no run is there to take the recipe from. " if named else "which images? "
+    start = ["massl", "pretrain", str(data or "photos/"), *(["--output", *named[:1]] if named else [])]
     raise RecipeError(f"{none}Start one with: {shlex.join(start)} (massl recipes lists all recipes)")
 
 

@@ -92,10 +92,22 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """GiB on the GPU at the peak, of tensors and as taken from the device."""
+    """GiB on the GPU at the peak, of tensors and as taken from the device; of training and of a probe."""
 
     allocated: float
     reserved: float
+    probe: float = 0.0  # peak of a probe
+    probe_extra: float = 0.0  # what a probe needs beside what stays allocated
+
+    @property
+    def peak(self) -> float:
+        """As metrics.jsonl counts it."""
+        return max(self.allocated, self.probe)
+
+    @property
+    def needed(self) -> float:
+        """To be free on the device: a recorded step keeps its memory while a probe runs."""
+        return self.reserved + self.probe_extra
 
 
 class _Steps:
@@ -176,6 +188,8 @@ def measure_memory(recipe: TrialRecipe, source: ImageSource, device: torch.devic
     return Memory(
         allocated=extrapolated(peaks[0].allocated, peaks[1].allocated),
         reserved=extrapolated(peaks[0].reserved, peaks[1].reserved),
+        probe=peaks[1].probe,
+        probe_extra=peaks[1].probe_extra,
     )
 
 
@@ -188,13 +202,17 @@ def _peak(recipe: TrialRecipe, source: ImageSource, batch_size: int, device: tor
     for _ in range(_MEMORY_STEPS):
         steps(images)
     torch.cuda.synchronize(device)
-    peak = Memory(
-        allocated=torch.cuda.max_memory_allocated(device) / 2**30,
-        reserved=torch.cuda.max_memory_reserved(device) / 2**30,
-    )
-    del steps, images
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    del images
+    torch.cuda.reset_peak_memory_stats(device)
+    staying, probe = torch.cuda.memory_allocated(device), 0
+    if recipe.probes.every_epochs > 0:
+        _probe(recipe, source, device, None, most=_PROBE_IMAGES["cuda"]).measure(steps.method, steps.hyper)
+        probe = torch.cuda.max_memory_allocated(device)
+    del steps
     release_gpu(device)
-    return peak
+    gib = [number / 2**30 for number in (allocated, reserved, probe, max(0, probe - staying))]
+    return Memory(allocated=gib[0], reserved=gib[1], probe=gib[2], probe_extra=gib[3])
 
 
 def release_gpu(device: torch.device) -> None:
@@ -264,29 +282,33 @@ def _time_probe(
     """Seconds an image takes in a probe, and how many images a probe has; (0, 0) without probes."""
     if recipe.probes.every_epochs == 0:
         return 0.0, 0
-
-    def probe(settings: ProbeSettings) -> Probe:
-        return Probe(
-            settings,
-            data=recipe.data,
-            views=recipe.views,
-            training_source=source,
-            seed=recipe.trainer.seed,
-            device=device,
-            cache=cache,
-            on_skip=lambda message, name: None,
-        )
-
-    few = _PROBE_IMAGES[device.type]
-    whole, part = (
-        probe(recipe.probes),
-        probe(recipe.probes.model_copy(update={"max_database": few, "max_queries": few})),
-    )
+    whole = _probe(recipe, source, device, cache)
+    part = _probe(recipe, source, device, cache, most=_PROBE_IMAGES[device.type])
     part.measure(steps.method, steps.hyper)  # the first one reads and decodes
     start = time.perf_counter()
     part.measure(steps.method, steps.hyper)
     _wait_for(device)
     return (time.perf_counter() - start) / part.num_images, whole.num_images
+
+
+def _probe(
+    recipe: TrialRecipe, source: ImageSource, device: torch.device, cache: ImageCache | None, *, most: int | None = None
+) -> Probe:
+    """The probe of the recipe, with at most `most` images of each kind."""
+    settings = recipe.probes
+    if most is not None:
+        fewer = {"max_database": min(most, settings.max_database), "max_queries": min(most, settings.max_queries)}
+        settings = settings.model_copy(update=fewer)
+    return Probe(
+        settings,
+        data=recipe.data,
+        views=recipe.views,
+        training_source=source,
+        seed=recipe.trainer.seed,
+        device=device,
+        cache=cache,
+        on_skip=lambda message, name: None,
+    )
 
 
 @contextmanager

@@ -46,7 +46,8 @@ MAY_CHANGE = frozenset(
 
 _LOCK = ".lock"
 _START = "start.json"
-_OWN = frozenset({_LOCK, _START, *DataRecord.FILES})  # written before recipe.yaml
+PLAN_FILE = "plan.txt"  # what the recipe auto chose, and why
+_OWN = frozenset({_LOCK, _START, PLAN_FILE, *DataRecord.FILES})  # written before training
 _LOGS = ("metrics.jsonl", "metrics.rejected.jsonl", "warnings.jsonl", "warnings.rejected.jsonl")
 _FILES = (*sorted(_OWN), "recipe.yaml", "environment.json", BACKBONE_FILE, *_LOGS)  # all that training writes
 _FOLDERS = ("checkpoints", "tensorboard")
@@ -151,11 +152,11 @@ class RunFolder:
         """Accept a new folder, an empty one, or one that holds a run."""
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path} is a file; --output must be a folder")
-        if (
-            self.path.is_dir()
-            and not self.recipe_file.exists()
-            and any(path.name not in _OWN and not is_leftover(path) for path in self.path.iterdir())
-        ):
+        if not self.path.is_dir() or self.recipe_file.exists():
+            return
+        # A run that was killed while it started has its lock, which is made first.
+        names = {path.name for path in self.path.iterdir() if not is_leftover(path)}
+        if names and not {_LOCK} <= names <= _OWN:
             raise RunFolderError(
                 f"{self.path} is not empty and is not a massl run; choose another --output (nothing was changed)"
             )

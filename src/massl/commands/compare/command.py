@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from rich.console import Console
 
 from massl.commands.arguments import exit_status, parse
-from massl.commands.compare.minutes import TrialStopped, refuse_other_minutes, timed_overrides
+from massl.commands.compare.minutes import refuse_other_minutes, timed_overrides
 from massl.commands.console import (
     command_text,
     message_console,
@@ -146,8 +146,6 @@ def run_comparison(settings: CompareSettings) -> Comparison:
         if settings.minutes is not None:
             refuse_other_minutes(output, settings.minutes)
         folders, failed, signal_number = _train_all(_trainings(settings), settings.data.source, settings.minutes)
-        if signal_number is not None and not folders:  # in the first trial of --minutes
-            return Comparison(folder=output, runs=(), failed=failed, signal_number=signal_number)
     runs, unreadable = _read(folders)
     failed |= unreadable
     if not runs:
@@ -210,8 +208,6 @@ def _train_all(
         try:
             overrides = training.overrides if minutes is None else _overrides_lasting(minutes, training, data, console)
             result = pretrain(recipe=training.recipe, output=training.output, data=data or None, overrides=overrides)
-        except TrialStopped as stopped:
-            return trained, failed, stopped.signal_number
         except RunInterrupted as interrupted:
             return [*trained, training.output], failed, interrupted.result.signal_number
         except MasslError as error:

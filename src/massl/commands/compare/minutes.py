@@ -1,36 +1,26 @@
 """Runs of equal training time: a short trial measures a recipe's speed, which gives the epochs for `--minutes`."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from massl.commands.console import require_writable
-from massl.commands.pretrain import RunInterrupted, pretrain
 from massl.commands.recipe import PretrainRecipe, load_recipe
+from massl.commands.timing import (
+    epochs_lasting,
+    images_per_epoch,
+    refuse_other_length,
+    shortened_warm_ups,
+    steady_speed,
+    training_images,
+)
 from massl.config import MasslError, RecipeError, flatten
-from massl.data.order import EpochOrder
-from massl.data.sources import open_source
 from massl.files import write_atomically
 from massl.json_lines import read_json
 
-# The first interval compiles or records the step, the second may record it again (when DINO's prototypes start to
-# train); the third is measured.
-_NUM_INTERVALS, _STEPS_AN_INTERVAL = 3, 20
-_NUM_STEPS = _NUM_INTERVALS * _STEPS_AN_INTERVAL
-_WARM_UPS = ("optimizer.warmup_epochs", "method.teacher.temperature_warmup_epochs")
 _RECORD = "minutes.json"
 _TOLERATED_ROUNDING = 0.1  # of the requested minutes
-
-
-class TrialStopped(Exception):
-    """A signal ended a trial; the same command measures again."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(f"signal {signal_number}")
-        self.signal_number = signal_number
 
 
 def timed_overrides(
@@ -40,59 +30,28 @@ def timed_overrides(
 
     An existing run keeps its epochs. Otherwise a trial finds them; they are recorded in minutes.json beside the run.
     """
-    if recipe.trainer.max_steps is not None:
-        raise RecipeError(
-            "trainer.max_steps would end the training before the --minutes are over; --set trainer.max_steps=null"
-        )
+    refuse_other_length(recipe)
     if (run / "recipe.yaml").exists():
         epochs = _epochs_of_run(run)
         tell(f"the run exists and keeps its length, trainer.epochs {epochs}")
-        return {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
+        return {"trainer.epochs": epochs, **shortened_warm_ups(recipe, epochs=epochs, given=given)}
     require_writable(run.parent)
-    tell(f"a trial of {_NUM_STEPS} steps to measure its speed")
-    images_per_second = measured_images_per_second(recipe, name=run.name, beside=run.parent)
-    num_images, batch_size = len(open_source(recipe.data.source)), recipe.trainer.batch_size
-    steps_per_epoch = EpochOrder(num_images, batch_size=batch_size, seed=recipe.trainer.seed).steps_per_epoch
-    exact = minutes * 60 * images_per_second / (steps_per_epoch * batch_size)
-    if exact < 0.5:  # on many images a whole epoch could take hours instead
-        raise RecipeError(
-            f"an epoch takes {minutes / exact:.2f} minutes, and --minutes {minutes!r} is less than half of that; "
-            "schedules need whole epochs: give more minutes, or fewer images"
-        )
-    epochs = max(1, round(exact))
-    overrides = {"trainer.epochs": epochs, **_shortened_warm_ups(recipe, epochs=epochs, given=given)}
+    tell("a short trial to measure its speed")
+    source = training_images(recipe)
+    speed = steady_speed(recipe, source)
+    num_images = images_per_epoch(recipe, len(source))
+    epochs, exact = epochs_lasting(minutes, speed, num_images=num_images)
+    overrides = {"trainer.epochs": epochs, **shortened_warm_ups(recipe, epochs=epochs, given=given)}
+    images_per_second = round(speed.images_per_second, 1)
     _record(run, minutes=minutes, values={"images_per_second": images_per_second, **overrides})
-    speed = f"{images_per_second:,.0f} images a second, {steps_per_epoch} steps an epoch"
+    told = f"{images_per_second:,.0f} images a second, {num_images // recipe.trainer.batch_size} steps an epoch"
     before = flatten(recipe)
     changes = [f"{key} {value:g} instead of {before[key]:g}" for key, value in overrides.items()]
-    tell("; ".join([f"{speed}: {minutes:g} minutes are {exact:.2f} epochs", *changes]))
+    tell("; ".join([f"{told}: {minutes:g} minutes are {exact:.2f} epochs", *changes]))
     if abs(epochs / exact - 1) > _TOLERATED_ROUNDING:
         trained = minutes * epochs / exact
         tell(f"warning: epochs are whole, so it trains for about {trained:.2f} minutes instead of {minutes:g}")
     return overrides
-
-
-def measured_images_per_second(recipe: PretrainRecipe, *, name: str, beside: Path) -> float:
-    """The speed of the last steps of a trial. Its folder is removed unless the trial fails."""
-    folder = Path(tempfile.mkdtemp(prefix=f"trial-{name}-", dir=beside))
-    trial = {
-        "trainer.epochs": max(recipe.trainer.epochs, _NUM_STEPS),  # an epoch may be a single step
-        "trainer.max_steps": _NUM_STEPS,
-        "trainer.log_every_steps": _STEPS_AN_INTERVAL,
-        "trainer.checkpoint_every_steps": _NUM_STEPS,
-        "trainer.milestone_every_epochs": 0,
-        "probes.every_epochs": 0,
-    }
-    try:
-        result = pretrain(recipe=recipe, output=folder, overrides=trial)
-    except RunInterrupted as interrupted:
-        result = interrupted.result
-    except MasslError as error:
-        raise MasslError(f"the speed trial failed, see {folder}: {error}") from error
-    shutil.rmtree(folder)
-    if result.signal_number is not None:
-        raise TrialStopped(result.signal_number)
-    return result.metrics[-1]["images_per_second"]
 
 
 def refuse_other_minutes(folder: Path, minutes: float) -> None:
@@ -112,15 +71,6 @@ def _epochs_of_run(run: Path) -> int:
     if planned.get("trainer.epochs") != epochs:
         raise RecipeError(f"{run} was not trained with --minutes; choose another --output")
     return epochs
-
-
-def _shortened_warm_ups(recipe: PretrainRecipe, *, epochs: int, given: Collection[str]) -> dict[str, float]:
-    """Warm-ups in proportion to the epochs, if these are fewer than the recipe's."""
-    if epochs >= recipe.trainer.epochs:
-        return {}
-    values = flatten(recipe)
-    share = epochs / recipe.trainer.epochs
-    return {key: round(values[key] * share, 3) for key in _WARM_UPS if values.get(key) and key not in given}
 
 
 def _recorded(folder: Path) -> dict[str, Any]:

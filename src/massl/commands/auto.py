@@ -1,0 +1,140 @@
+"""The recipe `auto`: looks at the images and the device, chooses every value, and says why."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from massl.commands.console import message_console, print_line
+from massl.commands.device import choose_device
+from massl.commands.pretrain_arguments import AUTO, recipe_of_run, resolve_recipe
+from massl.commands.recipe import PretrainRecipe
+from massl.commands.timing import (
+    epochs_lasting,
+    images_per_epoch,
+    refuse_other_length,
+    shortened_warm_ups,
+    steady_speed,
+    training_images,
+)
+from massl.config import RecipeError, dotted, merge, validate
+from massl.data.sources import ImageSource
+from massl.planning.choice import Plan, choose
+from massl.planning.facts import DeviceFacts, ImageFacts, look_at_device, look_at_images
+from massl.planning.trial import Speed
+from massl.training.run_folder import PLAN_FILE
+
+__all__ = ["PLAN_FILE", "Resolved", "plan_images", "planned_recipe", "resolve"]
+_INSTEAD = "chooses for method massl; for another give its recipe, e.g. --recipe {0}-tiny"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A complete recipe, and how it came about."""
+
+    recipe: PretrainRecipe
+    plan: Plan | None = None  # of auto
+    images: ImageFacts | None = None
+    speed: Speed | None = None  # where --minutes asked for a trial
+
+    @property
+    def explanation(self) -> str:
+        """What auto chose and why, one line for each value; "" for another recipe."""
+        if self.plan is None or self.images is None:
+            return ""
+        num_images = f"{self.images.num_images:,} images"
+        head = f"auto chooses for your {num_images} (every value can be set, e.g. --trainer.batch_size 128):"
+        return "\n".join([head, *(f"  {line}" for line in self.plan.lines())]) + "\n"
+
+
+def resolve(
+    recipe: str | Path | PretrainRecipe | None,
+    *,
+    data: str | Path | None,
+    overrides: Mapping[str, Any],
+    run: Path | None = None,
+    start_from: Path | None = None,
+    minutes: float | None = None,
+) -> Resolved:
+    """The recipe that is asked for: a given one, that of the run, or auto, whose choices are printed.
+
+    A run that exists is never planned anew.
+    """
+    console = message_console(quiet=os.environ.get("RANK", "0") != "0")
+
+    def tell(text: str) -> None:
+        print_line(console, text)
+
+    has_run = run is not None and (run / "recipe.yaml").is_file()
+    is_auto = recipe == AUTO or (recipe is None and not has_run and start_from is None and data is not None)
+    if is_auto and has_run:
+        assert run is not None
+        if not (run / PLAN_FILE).is_file():
+            raise RecipeError(f"{run} holds a run that auto did not plan; choose another --output")
+        is_auto, recipe = False, None
+    if is_auto:
+        chosen = _automatic(data, dotted(overrides, PretrainRecipe), minutes, tell)
+        tell(chosen.explanation.rstrip())
+        return chosen
+    found = resolve_recipe(recipe or recipe_of_run(run, start_from, data=data), data, overrides)
+    if minutes is None or has_run:
+        return Resolved(recipe=found)
+    return _lasting(found, minutes, dotted(overrides, PretrainRecipe), tell)
+
+
+def planned_recipe(plan: Plan) -> PretrainRecipe:
+    values = merge({"method": {"name": "massl"}}, plan.values, PretrainRecipe)
+    return validate(PretrainRecipe, values, origin="recipe auto")
+
+
+def plan_images(
+    source: ImageSource, given: Mapping[str, Any], *, device: DeviceFacts | None = None
+) -> tuple[ImageFacts, Plan]:
+    """What the images are, and what suits them."""
+    method = given.get("method.name", "massl")
+    if method != "massl":
+        raise RecipeError(f"auto {_INSTEAD.format(method)}")
+    chosen = choose_device(str(given.get("trainer.device", "auto")), option="trainer.device")
+    facts = look_at_images(source)
+    return facts, choose(facts, device or look_at_device(chosen), given)
+
+
+def _automatic(
+    data: str | Path | None, overrides: dict[str, Any], minutes: float | None, tell: Callable[[str], None]
+) -> Resolved:
+    given = overrides | ({} if data is None else {"data.source": str(data)})
+    if not given.get("data.source"):
+        raise RecipeError("no images named: give a folder of images, e.g. massl pretrain photos/")
+    reading = {key: value for key, value in given.items() if key.startswith("data.")}
+    source = training_images(
+        validate(PretrainRecipe, merge({}, reading, PretrainRecipe), origin="auto"), may_download=True
+    )
+    facts, plan = plan_images(source, given)
+    recipe = planned_recipe(plan)
+    if minutes is None:
+        return Resolved(recipe=recipe, plan=plan, images=facts)
+    speed, epochs, why = _trial(recipe, source, minutes, facts, tell)
+    _, plan = plan_images(source, {**given, "trainer.epochs": epochs})
+    plan.reasons["trainer.epochs"] = why
+    return Resolved(recipe=planned_recipe(plan), plan=plan, images=facts, speed=speed)
+
+
+def _lasting(recipe: PretrainRecipe, minutes: float, given: Mapping[str, Any], tell: Callable[[str], None]) -> Resolved:
+    """The recipe with the epochs that fill the minutes, and shorter warm-ups."""
+    speed, epochs, why = _trial(recipe, training_images(recipe), minutes, None, tell)
+    tell(f"trainer.epochs {epochs}: {why}")
+    changes = {"trainer.epochs": epochs, **shortened_warm_ups(recipe, epochs=epochs, given=given)}
+    return Resolved(recipe=resolve_recipe(recipe, None, changes), speed=speed)
+
+
+def _trial(
+    recipe: PretrainRecipe, source: ImageSource, minutes: float, facts: ImageFacts | None, tell: Callable[[str], None]
+) -> tuple[Speed, int, str]:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RecipeError("--minutes measures the speed in one process; under torchrun give --trainer.epochs")
+    refuse_other_length(recipe)
+    tell("a short trial to measure the speed")
+    speed = steady_speed(recipe, source, facts=facts)
+    epochs, _ = epochs_lasting(minutes, speed, num_images=images_per_epoch(recipe, len(source)))
+    return speed, epochs, f"they fill {minutes:g} minutes at {speed.images_per_second:,.0f} images a second"
