@@ -81,6 +81,12 @@ def check_digest(path: Path) -> bool:
     return True
 
 
+def is_zip(path: Path) -> bool:
+    """As torch.load decides, by the first bytes. zipfile also looks at the end, where other bytes may follow."""
+    with path.open("rb") as file:
+        return file.read(len(_ZIP_BEGIN)) == _ZIP_BEGIN
+
+
 def check_zip(path: Path) -> None:
     """Raise DamagedFile if a zip file does not match its digest or, without one, the check sums of its entries."""
     is_sealed = check_digest(path)

@@ -18,7 +18,7 @@ from massl.files import is_leftover, make_folder, open_in_place, read_limited, w
 from massl.training.checkpoint import CheckpointStore
 from massl.training.data_record import DataRecord
 from massl.training.ranks import stop_together
-from massl.weights.io import BACKBONE_FILE
+from massl.weights.io import BACKBONE_FILE, BEST_FILE
 
 # Settings of where, how long and how often, not of what is computed: a continued run may change them.
 MAY_CHANGE = frozenset(
@@ -37,6 +37,8 @@ MAY_CHANGE = frozenset(
         "trainer.residual",
         "trainer.cuda_graph",
         "trainer.skip_bad_steps",
+        "trainer.stop_when_flat",
+        "trainer.guard",
         "trainer.log_every_steps",
         "trainer.checkpoint_every_steps",
         "trainer.keep_checkpoints",
@@ -49,7 +51,7 @@ _START = "start.json"
 PLAN_FILE = "plan.txt"  # what the recipe auto chose, and why
 _OWN = frozenset({_LOCK, _START, PLAN_FILE, *DataRecord.FILES})  # written before training
 _LOGS = ("metrics.jsonl", "metrics.rejected.jsonl", "warnings.jsonl", "warnings.rejected.jsonl")
-_FILES = (*sorted(_OWN), "recipe.yaml", "environment.json", BACKBONE_FILE, *_LOGS)  # all that training writes
+_FILES = (*sorted(_OWN), "recipe.yaml", "environment.json", BACKBONE_FILE, BEST_FILE, *_LOGS)  # all that training writes
 _FOLDERS = ("checkpoints", "tensorboard")
 _MAX_START_BYTES = 1 << 20
 
@@ -101,6 +103,11 @@ class RunFolder:
         if data_digest and self.data is not None and data_digest not in DataRecord(self.path).digests():
             differences.append("it was trained on other images")
         return differences
+
+    @property
+    def has_start(self) -> bool:
+        """Whether the run started from trained weights."""
+        return (self.path / _START).exists()
 
     @property
     def start_from(self) -> Path | None:

@@ -45,6 +45,13 @@ def test_a_folder_with_other_things_in_it_is_refused_and_left_as_it_is(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_users_own_data_json_is_not_taken_for_a_run_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "data.json").write_text("precious")
+    with pytest.raises(RunFolderError, match=r"not empty.*--output"):
+        claim(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"data.json": "precious"}
+
+
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     with pytest.raises(RunFolderError, match="is a file; --output"):

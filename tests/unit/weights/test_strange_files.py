@@ -253,3 +253,18 @@ def test_a_header_of_many_megabytes_is_refused_before_it_is_parsed(tmp_path: Pat
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(WeightsError, match=r"header of 1[5-9] MiB"):
         load_backbone(path)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 65_000, 65_600, 69_000])
+def test_bytes_after_a_compressed_archive_do_not_hide_it(tmp_path: Path, num_bytes: int) -> None:
+    torch.save({"x": torch.zeros(1 << 20)}, tmp_path / "plain.pth")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pth") as plain,
+        zipfile.ZipFile(tmp_path / "bomb.pth", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for entry in plain.infolist():
+            packed.writestr(entry.filename, plain.read(entry))
+    with (tmp_path / "bomb.pth").open("ab") as file:
+        file.write(bytes(num_bytes))
+    with pytest.raises(WeightsError, match="bomb.pth"):
+        read_pickled(tmp_path / "bomb.pth")

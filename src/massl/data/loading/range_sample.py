@@ -1,16 +1,20 @@
 """Samples a source once for the range of its images with more than 8 bits."""
 
+import io
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
-from typing import Final
+from pathlib import Path
+from typing import IO, Final
 
 from PIL import Image
 
 from massl import keyed_random
-from massl.data.loading.decode import refuse_excess
+from massl.data.loading.decode import UnreadableImage, refuse_excess
+from massl.data.loading.file_limits import excess_before_opening
 from massl.data.loading.pixel_values import extremes, look, usual_range
 from massl.data.sources import files_of
 from massl.data.sources.base import DataError, ImageFiles, ImageSource
@@ -18,6 +22,7 @@ from massl.data.sources.formats import pillow_formats
 from massl.data.sources.rules import PixelRanges, Range
 
 _NUM_HEADERS, _NUM_IMAGES = 256, 64  # looked at, and decoded
+_HEADER_BYTES: Final = 1 << 20
 _DARK: Final = 63  # of the upper 8 of 16 bits: all images together use a quarter of the range or less
 _HOW: Final = "say which values are black and white: --data.pixel_range LOW HIGH (embed and others: --pixel_range)"
 
@@ -86,13 +91,27 @@ def _deep_images(parts: list[ImageFiles]) -> Iterator[tuple[ImageFiles, int]]:
         at = bisect_right(ends, number)
         part, index = parts[at], of_parts[at][number - ends[at]]  # counted from the end of the part
         try:
-            with part.path_of(index).open("rb") as file, Image.open(file, formats=pillow_formats()) as picture:
+            with _header_of(part.path_of(index)) as file, Image.open(file, formats=pillow_formats()) as picture:
                 is_deep = look(picture) is not None
         except Exception:  # unreadable
             continue
         if is_deep and num_deep < _NUM_IMAGES:
             num_deep += 1
             yield part, index
+
+
+@contextmanager
+def _header_of(path: Path) -> Iterator[IO[bytes]]:
+    """What Pillow reads to open an image: of a PNG file its beginning, which may not hold countless chunks."""
+    with path.open("rb") as file:
+        head = file.read(_HEADER_BYTES)
+        if not head.startswith(b"\x89PNG"):
+            file.seek(0)
+            yield file
+        elif excess := excess_before_opening(head):
+            raise UnreadableImage(excess)
+        else:
+            yield io.BytesIO(head)
 
 
 def _require_colours_in_range(

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from massl.config import MasslError, closest, parse_yaml
 from massl.data.sources.array import digest_of_arrays
@@ -194,6 +194,7 @@ def open_torchvision(location: str, *, name: str, may_download: bool = False) ->
             f"{name}: massl opens no set {set_name!r} of torchvision.{closest(set_name, known)} It opens "
             f"{', '.join(known)}; of other sets, save the images to a folder and give that"
         )
+    EpsImagePlugin.gs_binary = False  # Pillow would start Ghostscript on a stranger's PostScript named .jpg
     dataset_type = getattr(datasets, set_name)
     arguments = _constructor_arguments(dataset_type, parameters, name=name)
     decisive = {key: value for key, value in arguments.items() if key != "download"}

@@ -89,7 +89,7 @@ class Video:
     def annotation(self, frame: str) -> Image.Image:
         path = self.root / "Annotations" / "480p" / self.name / f"{frame}.png"
         try:
-            with Image.open(path) as picture:
+            with Image.open(path, formats=("PNG",)) as picture:
                 picture.load()
         except (OSError, UnidentifiedImageError) as error:
             raise DataError(f"{path} cannot be read ({error}); unpack DAVIS-2017 again") from None

@@ -148,3 +148,15 @@ def test_joined_folders_share_one_range(tmp_path: Path) -> None:
 def test_ranges_survive_their_json_form() -> None:
     for ranges in (PixelRanges(), PixelRanges(stated=(-1.5, 2)), PixelRanges(of_each_image=True)):
         assert PixelRanges.from_json(ranges.as_json()) == ranges
+
+
+def test_a_header_of_countless_chunks_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(np.full((4, 4), 4000, np.uint16)).save(tmp_path / "deep.png")
+    content = (tmp_path / "deep.png").read_bytes()
+    empty = b"\0\0\0\0teXt" + bytes(4)
+    (tmp_path / "chunks.png").write_bytes(content[:33] + empty * 200_000 + content[33:])
+    opened = []
+    original = Image.open
+    monkeypatch.setattr(Image, "open", lambda file, **named: opened.append(file) or original(file, **named))
+    settle_ranges(open_source(tmp_path))
+    assert len(opened) == 3  # of deep.png alone: its header, its limits, its values

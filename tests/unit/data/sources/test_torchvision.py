@@ -308,3 +308,17 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_set_that_delivers_no_images_is_refused() -> None:
     with pytest.raises(DataError, match="delivers no single images"):
         TorchvisionSource(FewImages([], []), name="empty")
+
+
+def test_postscript_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\n: > {tmp_path / 'started'}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # not looked for yet
+    folder = tmp_path / "eurosat" / "2750" / "a"
+    folder.mkdir(parents=True)
+    (folder / "0.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(DataError):
+        open_source(f"torchvision:EuroSAT?root={tmp_path}")
+    assert not (tmp_path / "started").exists()
