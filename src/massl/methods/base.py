@@ -15,6 +15,7 @@ from massl.config import RecipeError, Settings
 from massl.data.views import ViewBatch, ViewSettings
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.encoder import Encoder
+from massl.nn.freezing import freeze
 from massl.nn.held_temperature import HeldTemperature
 
 # The metric that a held temperature follows: the mean entropy in nats of the teacher's softmaxes over a batch.
@@ -82,8 +83,8 @@ class MethodSettings(Settings):
 class StepHyper:
     """All scheduled values of one step.
 
-    Numbers, or scalar tensors on the device, which a CUDA graph reads at each replay. `epoch` is always a number, so
-    `forward` and `after_step` must not depend on it; `Method.frozen` may.
+    Numbers, or scalar tensors on the device, which a CUDA graph reads at each replay. `epoch` and `trains_backbone` are
+    never tensors, so `forward` and `after_step` must not depend on them; `Method.frozen` may.
     """
 
     step: int | Tensor
@@ -91,6 +92,7 @@ class StepHyper:
     learning_rate: float | Tensor
     weight_decay: float | Tensor
     own: Mapping[str, float | Tensor]  # the method's own, named in the `ramps` of its settings
+    trains_backbone: bool = True  # False: only the rest is trained
 
     @property
     def momentum(self) -> float | Tensor:
@@ -140,9 +142,20 @@ class Method(nn.Module, ABC):
     @abstractmethod
     def backbone_to_evaluate(self) -> Backbone: ...
 
-    def frozen(self, epoch: int) -> Sequence[nn.Parameter]:
-        """Parameters that are not trained in this epoch, though in others."""
-        return []
+    def frozen(self, hyper: StepHyper) -> Sequence[nn.Parameter]:
+        """Parameters that are not trained in this step, though in others."""
+        if hyper.trains_backbone:
+            return []
+        return [parameter for backbone in self.backbones() for parameter in backbone.parameters()]
+
+    def freeze_backbones(self, frozen: bool) -> None:
+        """While frozen, backbones keep their weights and running averages, the teacher's too."""
+        for backbone in self.backbones():
+            freeze(backbone, frozen)
+
+    def memory_rows(self, views: ViewBatch) -> Tensor | None:  # -> [B, D]
+        """What a batch adds to the memory; None for methods without one."""
+        return None
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Trade time for memory in every trained backbone."""

@@ -112,6 +112,10 @@ class MaSSL(Method):
         rows = distributed.gather_rows(output.carry["memory_rows"])
         self.memory.enqueue(rows, applies=output.is_finite)
 
+    def memory_rows(self, views: ViewBatch) -> Tensor:  # -> [B, D]
+        enqueued = min(_ENQUEUED_VIEW, len(views.global_views) - 1)
+        return self.teacher([views.global_views[enqueued : enqueued + 1]])[0]  # type: ignore[no-any-return]
+
     def backbone_to_evaluate(self) -> Backbone:
         return self.teacher.backbone
 

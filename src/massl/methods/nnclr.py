@@ -105,6 +105,9 @@ class NNCLR(Method):
         rows = distributed.gather_rows(output.carry["memory_rows"])
         self.memory.enqueue(rows, applies=output.is_finite)
 
+    def memory_rows(self, views: ViewBatch) -> Tensor:  # -> [B, D]
+        return normalize(self.student(views.global_views[_ENQUEUED_VIEW : _ENQUEUED_VIEW + 1])[0], dim=-1)
+
     def backbone_to_evaluate(self) -> Backbone:
         return self.student.backbone
 

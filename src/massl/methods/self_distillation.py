@@ -94,8 +94,9 @@ class SelfDistillation(Method):
         move_towards(self.teacher, self.student, momentum=hyper.momentum)
         move_towards(self.teacher_prototypes, self.student_prototypes, momentum=hyper.momentum)
 
-    def frozen(self, epoch: int) -> Sequence[nn.Parameter]:
-        return list(self.student_prototypes.parameters()) if epoch < self.settings.prototypes.frozen_epochs else []
+    def frozen(self, hyper: StepHyper) -> Sequence[nn.Parameter]:
+        is_early = hyper.epoch < self.settings.prototypes.frozen_epochs
+        return [*super().frozen(hyper), *(self.student_prototypes.parameters() if is_early else ())]
 
     def backbone_to_evaluate(self) -> Backbone:
         return self.teacher.backbone

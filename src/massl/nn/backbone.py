@@ -90,6 +90,7 @@ class Backbone(nn.Module):
         self.timm_arguments = dict(timm_arguments)  # these build an empty copy of the model
         # of the features before a classifier; num_features may differ
         self.dim = int(model.head_hidden_size)  # type: ignore[arg-type]
+        self.is_frozen = False  # set by nn.freezing
         self.activation_checkpointing = False
         self.fused_kernels = False
         self.float32_stream = False

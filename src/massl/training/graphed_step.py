@@ -33,7 +33,10 @@ class HyperOnDevice:
     def set(self, hyper: StepHyper) -> StepHyper:
         values = {"step": hyper.step, "learning_rate": hyper.learning_rate, "weight_decay": hyper.weight_decay}
         return StepHyper(
-            epoch=hyper.epoch, **self._written(values, self._tensors), own=self._written(hyper.own, self._own)
+            epoch=hyper.epoch,
+            trains_backbone=hyper.trains_backbone,
+            **self._written(values, self._tensors),
+            own=self._written(hyper.own, self._own),
         )
 
     def _written(self, values: Mapping[str, float | Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -71,7 +74,7 @@ class GraphedStep:
         self._frozen: list[int] = []  # ids of the parameters that the recording does not train
 
     def __call__(self, parts: Iterable[ViewBatch], hyper: StepHyper, *, num_parts: int) -> StepOutput:
-        self._restart_if_frozen_change(hyper.epoch)
+        self._restart_if_frozen_change(hyper)
         on_device = self._hyper.set(hyper)
         self._num_done += 1
         if self._num_done <= _NUM_ORDINARY_STEPS:
@@ -98,9 +101,9 @@ class GraphedStep:
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
         return self._step.forward(views, hyper)
 
-    def _restart_if_frozen_change(self, epoch: int) -> None:
+    def _restart_if_frozen_change(self, hyper: StepHyper) -> None:
         """Record again when other parameters are frozen: a recording always updates the same ones."""
-        frozen = [id(parameter) for parameter in self._step.method.frozen(epoch)]
+        frozen = [id(parameter) for parameter in self._step.method.frozen(hyper)]
         if frozen != self._frozen:
             self._frozen, self._num_done = frozen, 0
             self._parts, self._update, self._outputs = [], None, []

@@ -51,7 +51,7 @@ class TrainingStep:
 
         Nothing is updated if a gradient is not finite; the output says so. Ranks agree: they have the same gradients.
         """
-        for parameter in self.method.frozen(hyper.epoch):
+        for parameter in self.method.frozen(hyper):
             parameter.grad = None  # not zero: without a gradient AdamW skips decay and running averages too
         device_decides = self.guard.on_device and self.guard.is_active
         is_finite = self.optimizer.gradients_are_finite(decide=device_decides)
@@ -71,6 +71,7 @@ class TrainingStep:
         return combined
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
+        self.method.freeze_backbones(not hyper.trains_backbone)
         with self.autocast():
             output: StepOutput = self.parallel(views, hyper)
         return output
