@@ -108,6 +108,8 @@ def _refuse_packed(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
+    if len({entry.filename for entry in entries}) < len(entries):
+        raise DamagedFile("two of its entries have one name, which torch.save never does")
     if is_packed or sum(entry.file_size for entry in entries) > path.stat().st_size:
         raise DamagedFile("its entries are compressed or overlap, which torch.save never does")
 

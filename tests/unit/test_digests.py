@@ -193,3 +193,12 @@ def test_places_in_the_end_records_must_agree(tmp_path: Path, at: int) -> None:
 def test_a_plain_zip_file_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(_plain_zip(zipfile.ZIP_STORED))
     check_zip(tmp_path / "a.pt")
+
+
+def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.pt"
+    torch.save({"x": torch.zeros(3)}, path)
+    with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(archive.namelist()[-1], b"other")
+    with pytest.raises(DamagedFile, match="one name"):
+        check_zip(path)

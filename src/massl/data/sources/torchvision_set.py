@@ -23,7 +23,8 @@ _LABEL_ATTRIBUTES = ("targets", "_labels", "labels", "y", "samples", "_samples")
 # attributes with the set's own folder (ImageNet, Pets and most others, Aircraft, SUN397); CIFAR: root / base_folder
 _FOLDER_ATTRIBUTES = ("split_folder", "_base_folder", "_data_path", "_data_dir")
 # Sets of single images whose files run no code: images, text, arrays, or pickles with a published check sum (CIFAR).
-# Not LSUN, which unpickles a file in the working folder. Not ImageFolder, which follows links without end.
+# Not LSUN, which unpickles a file in the working folder. Not ImageFolder, which follows links without end,
+# nor USPS, which unpacks without a limit.
 _SETS = (
     *(
         "CIFAR10",
@@ -38,7 +39,7 @@ _SETS = (
     ),
     *("EuroSAT", "FER2013", "FGVCAircraft", "FashionMNIST", "Flowers102", "Food101", "GTSRB", "INaturalist"),
     *("ImageNet", "Imagenette", "KMNIST", "LFWPeople", "MNIST", "Omniglot", "OxfordIIITPet", "PCAM"),
-    *("Places365", "QMNIST", "RenderedSST2", "SEMEION", "STL10", "SUN397", "SVHN", "StanfordCars", "USPS"),
+    *("Places365", "QMNIST", "RenderedSST2", "SEMEION", "STL10", "SUN397", "SVHN", "StanfordCars"),
 )
 _TAKE_FUNCTIONS = ("transform", "target_transform", "transforms", "loader", "is_valid_file")
 
