@@ -16,15 +16,18 @@ from massl.interrupts import Interrupts
 COMMANDS = {
     "demo": ("try massl on bundled images: train, evaluate, report", "massl.commands.demo"),
     "pretrain": ("learn features from unlabelled images", "massl.commands.pretrain"),
+    "plan": ("say what a run would choose and cost, without training", "massl.commands.plan"),
     "evaluate": ("judge a model by the paper's protocols", "massl.commands.evaluate.command"),
     "embed": ("write a model's features of your images to a file", "massl.commands.embed"),
     "visualize": ("draw attention maps, correspondences or nearest neighbours", "massl.commands.visualize"),
+    "export": ("write a model for timm, transformers, ONNX Runtime or torch.hub", "massl.commands.export"),
     "compare": ("put runs or methods side by side: accuracy, time, memory", "massl.commands.compare.command"),
     "ablate": (
         "repeat the paper's ablations: memory size, block size, block sampling",
         "massl.commands.ablate.command",
     ),
     "report": ("put runs and their results on one HTML page", "massl.commands.report.command"),
+    "import": ("turn another project's weights into a model that every command opens", "massl.commands.import_weights"),
     "recipes": ("list the recipes that come with massl", "massl.commands.recipes"),
 }
 

@@ -20,8 +20,8 @@ Arguments = TypeVar("Arguments", bound=Settings)
 ModelName = Annotated[
     tyro.conf.Positional[str],
     Field(
-        description="a run of massl (its folder), a weights file (massl, DINO, iBOT, MaSSL, MoCo-v3, MAE, DeiT, timm) "
-        "or a timm model name"
+        description="a run of massl (its folder), a weights file (massl, DINO, DINOv2, DINOv3, iBOT, MaSSL, MoCo, "
+        "SwAV, MAE, DeiT, ConvNeXt, ResNets, timm) or a timm model name"
     ),
 ]
 

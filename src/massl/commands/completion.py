@@ -14,7 +14,9 @@ from massl.commands.compare.command import CompareSettings
 from massl.commands.demo import DemoSettings
 from massl.commands.embed import EmbedSettings
 from massl.commands.evaluate.settings import EvaluateSettings
-from massl.commands.pretrain_arguments import PretrainArguments
+from massl.commands.export import ExportSettings
+from massl.commands.import_weights import ImportSettings
+from massl.commands.pretrain_arguments import AUTO, PretrainArguments
 from massl.commands.recipes import RecipesSettings, shipped_recipes
 from massl.commands.report.command import ReportSettings
 from massl.commands.visualize import VisualizeSettings
@@ -26,12 +28,15 @@ from massl.methods import METHODS
 SETTINGS: dict[str, type[Settings]] = {
     "demo": DemoSettings,
     "pretrain": PretrainArguments,
+    "plan": PretrainArguments,
     "evaluate": EvaluateSettings,
     "embed": EmbedSettings,
     "visualize": VisualizeSettings,
+    "export": ExportSettings,
     "compare": CompareSettings,
     "ablate": AblateSettings,
     "report": ReportSettings,
+    "import": ImportSettings,
     "recipes": RecipesSettings,
 }
 _HELP = """usage: massl --completion bash|zsh
@@ -143,7 +148,7 @@ def _choices(annotation: Any) -> Iterator[str]:
             yield from _choices(part)
 
 
-_RECIPES = tuple(shipped_recipes())
+_RECIPES = (AUTO, *shipped_recipes())
 # Values of options whose type says only "text": by key, or by settings and key.
 _VALUES: dict[str | tuple[type[Settings], str], tuple[str, ...]] = {
     "recipe": _RECIPES,

@@ -4,7 +4,7 @@ import re
 
 _OPTION = re.compile(
     r"(?P<command>\b(?:torchrun|docker|pip"
-    r"|massl (?:demo|pretrain|evaluate|embed|visualize|compare|ablate|report|recipes))\b"
+    r"|massl (?:demo|pretrain|plan|evaluate|embed|visualize|export|compare|ablate|report|import|recipes))\b"
     r" [^;,()\n]*)"  # a command line stays as it is
     r"|(?<![\w-])--(?P<no>no-)?(?P<name>[a-z][\w.]*\w)(?: (?P<value>True|False)\b)?"
 )

@@ -36,6 +36,7 @@ class BackboneFacts:
     std: tuple[float, float, float]
     image_size: int | None  # side of the training views; None in older files
     crop_ratio: float  # centre crop / shorter side of the run's probes; older files: the published one
+    origin: str | None  # of weights that `massl import` wrote: "teacher of the DINO checkpoint ..."
 
 
 def read_facts(path: Path, metadata: Mapping[str, str]) -> BackboneFacts | None:
@@ -71,7 +72,12 @@ def read_facts(path: Path, metadata: Mapping[str, str]) -> BackboneFacts | None:
     if rule != RESAMPLING_RULE:
         timm_arguments = {**timm_arguments, "position_resampling": rule}
     return BackboneFacts(
-        timm_arguments=timm_arguments, mean=tuple(mean), std=tuple(std), image_size=image_size, crop_ratio=crop_ratio
+        timm_arguments=timm_arguments,
+        mean=tuple(mean),
+        std=tuple(std),
+        image_size=image_size,
+        crop_ratio=crop_ratio,
+        origin=metadata.get("origin"),
     )
 
 

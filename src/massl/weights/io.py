@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -28,7 +28,7 @@ from massl.weights.facts import BackboneFacts, WeightsError, for_message, read_f
 from massl.weights.tensor_files import read_tensors, tensor_bytes
 from massl.weights.transform import ImageTransform
 
-BACKBONE_FILE = "backbone.safetensors"
+BACKBONE_FILE, BEST_FILE = "backbone.safetensors", "best.safetensors"
 _MORE_ELEMENTS = 2**24  # beside its weights, a model makes indices and positions: 64 MiB in float32
 _SHOWN = 20  # names in a message
 _ADVICE_FOR_DAMAGE = (
@@ -58,8 +58,9 @@ def backbone_bytes(
     std: tuple[float, ...],
     image_size: int,
     crop_ratio: float = PUBLISHED_CROP_RATIO,
+    origin: str | None = None,
 ) -> bytes:
-    """The file content for a timm model: always the same for the same model."""
+    """The file content for a timm model: always the same for the same model. `origin` is that of imported weights."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     facts = {
         "timm": {key: value for key, value in timm_arguments.items() if key != "position_resampling"},
@@ -70,19 +71,24 @@ def backbone_bytes(
         "position_resampling": resampling_rule(model),
     }
     metadata = {"format": "pt", **{name: json.dumps(fact) for name, fact in facts.items()}}
+    if origin is not None:
+        metadata["origin"] = for_message(origin)
     return tensor_bytes(tensors, metadata)
 
 
-def load_backbone(run: str | Path, *, image_size: int | None = None) -> LoadedBackbone:
+def load_backbone(
+    run: str | Path, *, image_size: int | None = None, which: Literal["last", "best"] = "last"
+) -> LoadedBackbone:
     """The trained teacher backbone of a run (its folder or .safetensors file), and the transform of its images.
 
     The model is a timm model in eval mode, the transform turns an image (path, Pillow image or uint8 array [H, W, 3])
     into its input [3, S, S], as `massl embed` does. S is the size of the training images, or `image_size`; the model is
     then a plain one for this size. Otherwise vision transformers accept any multiple of the patch.
+    `which`: the weights after the last step, or those of the run's best probe.
     """
     if image_size is not None and image_size < 1:
         raise WeightsError(f"image_size is {image_size}; give the side of the images in pixels")
-    path = backbone_path(run)
+    path = backbone_path(run, which=which)
     content = backbone_content(path, *read_safetensors(path))
     if content is None:
         raise WeightsError(f"{path} was not written by massl: it does not name its timm model")
@@ -121,9 +127,18 @@ def own_image_size(model: nn.Module) -> int:
     return int(config["input_size"][-1])
 
 
-def backbone_path(run: str | Path) -> Path:
-    """The backbone file of a run's folder, or the file itself; raises if it does not exist."""
+def backbone_path(run: str | Path, *, which: Literal["last", "best"] = "last") -> Path:
+    """The last or best backbone of a run's folder, or the file itself; raises if it does not exist."""
     path = Path(run).expanduser()
+    if which == "best":
+        if not (path / BEST_FILE).is_file():
+            raise WeightsError(
+                f"{path / BEST_FILE} does not exist; runs without probes and of older versions have no best weights. "
+                "For the last ones, omit which"
+            )
+        return path / BEST_FILE
+    if which != "last":
+        raise WeightsError(f"which is {which!r}; give 'last' or 'best'")
     if path.is_dir():
         path = path / BACKBONE_FILE
     if not path.is_file():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
@@ -21,7 +21,7 @@ from massl.data.evaluation.views import PUBLISHED_CROP_RATIO
 from massl.nn.backbone import Backbone
 from massl.nn.positions import ResamplingRule
 from massl.nn.timm_models import create_timm_model
-from massl.weights.facts import WeightsError
+from massl.weights.facts import WeightsError, for_message
 from massl.weights.io import (
     BackboneContent,
     backbone_content,
@@ -77,12 +77,21 @@ def model_fingerprint(model: nn.Module, *, arguments: dict[str, object]) -> str:
     return digest.hexdigest()[:16]
 
 
-def open_model(name: str | Path, *, num_heads: int | None = None, pretrained: bool | None = None) -> LoadedModel:
+def open_model(
+    name: str | Path,
+    *,
+    num_heads: int | None = None,
+    pretrained: bool | None = None,
+    which: Literal["last", "best"] = "last",
+) -> LoadedModel:
     """The folder of a massl run, a weights file (massl's or another project's), or a timm model.
 
     `num_heads` is for timm models and files of other projects, which do not contain it. `pretrained` is for timm
     models: whether to load published weights; default: if the name has a tag, as in `vit_small_patch16_224.dino`.
+    `which`: the last or best weights of a run's folder.
     """
+    if which != "last":
+        name = backbone_path(name, which=which)
     if num_heads is not None and num_heads < 1:
         raise WeightsError(f"a model cannot have {num_heads} attention heads; give 1 or more")
     path = Path(name).expanduser()
@@ -137,6 +146,8 @@ def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int
     size = content.image_size or own_image_size(backbone.model)
     describe_images(backbone.model, content, image_size=size)
     origin = f"teacher of {path}" if path.is_dir() else f"backbone {path}"
+    if content.origin is not None:
+        origin = f"imported {for_message(content.origin)}"
     model = _loaded(backbone, name=name, origin=origin, mean=content.mean, std=content.std)
     return replace(model, image_size=size, crop_ratio=content.crop_ratio)
 
