@@ -1,10 +1,11 @@
 """massl: Learning from Memory (MaSSL) for your own images.
 
 import massl
-massl.pretrain(recipe="massl-vits16", data="photos/", output="runs/photos")
+massl.pretrain("photos/", output="runs/photos")
 model, transform = massl.load_backbone("runs/photos")    # a timm model, and how to prepare its images
 massl.evaluate("runs/photos", protocol="knn", train="photos/", test="others/", output="results")
 massl.embed("runs/photos", data="photos/", output="features.parquet")
+massl.export("runs/photos", to="transformers", output="photos-vit")
 
 The functions mirror the commands of `massl --help`. Each is imported when it is first used, so `import massl` takes
 milliseconds.
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from massl.commands.compare.command import compare
     from massl.commands.embed import embed
     from massl.commands.evaluate.command import evaluate
+    from massl.commands.export import export
+    from massl.commands.plan import plan
     from massl.commands.pretrain import pretrain
     from massl.commands.report.command import report
     from massl.commands.visualize import visualize
@@ -27,14 +30,27 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["ablate", "compare", "embed", "evaluate", "load_backbone", "pretrain", "report", "visualize"]
+__all__ = [
+    "ablate",
+    "compare",
+    "embed",
+    "evaluate",
+    "export",
+    "load_backbone",
+    "plan",
+    "pretrain",
+    "report",
+    "visualize",
+]
 
 _HOMES = {
     "ablate": "massl.commands.ablate.command",
     "compare": "massl.commands.compare.command",
     "embed": "massl.commands.embed",
     "evaluate": "massl.commands.evaluate.command",
+    "export": "massl.commands.export",
     "load_backbone": "massl.weights.io",
+    "plan": "massl.commands.plan",
     "pretrain": "massl.commands.pretrain",
     "report": "massl.commands.report.command",
     "visualize": "massl.commands.visualize",

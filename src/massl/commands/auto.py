@@ -56,12 +56,13 @@ def resolve(
     run: Path | None = None,
     start_from: Path | None = None,
     minutes: float | None = None,
+    quiet: bool = False,
 ) -> Resolved:
     """The recipe that is asked for: a given one, that of the run, or auto, whose choices are printed.
 
     A run that exists is never planned anew.
     """
-    console = message_console(quiet=os.environ.get("RANK", "0") != "0")
+    console = message_console(quiet=quiet or os.environ.get("RANK", "0") != "0")
 
     def tell(text: str) -> None:
         print_line(console, text)

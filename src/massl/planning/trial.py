@@ -262,7 +262,7 @@ def _seconds_per_image(
         while done < _MOST_STEPS[kind]:
             if done:
                 images = loader.at(done)
-            float(steps(images)) if kind == "cpu" else steps(images)
+            steps(images)
             done += 1
             num_images += len(images.indices)
             if done >= _FEWEST_STEPS[kind] and time.perf_counter() - start > _SECONDS[kind]:

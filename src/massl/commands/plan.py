@@ -1,0 +1,212 @@
+"""`massl plan`: what a run would be and cost, without training."""
+
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from massl.commands.auto import Resolved, resolve
+from massl.commands.console import message_console, print_line, result_console, working
+from massl.commands.device import choose_device, host_threads_for
+from massl.commands.images import open_images
+from massl.commands.memory_check import counted_gib, measured_memory, too_large
+from massl.commands.pretrain_arguments import default_output, parse_pretrain
+from massl.commands.recipe import PretrainRecipe
+from massl.commands.timing import images_per_epoch, steady_speed
+from massl.config import RecipeError, flatten
+from massl.data.sources import ImageSource, held_out
+from massl.planning.facts import (
+    DeviceFacts,
+    ImageFacts,
+    find_unreadable,
+    free_memory_gib,
+    look_at_device,
+    look_at_images,
+)
+from massl.planning.memory import checkpoint_gib
+from massl.planning.trial import Memory, Speed
+from massl.training.progress import duration_text
+
+DESCRIPTION = """Say what a run would be and what it would cost, without training.
+
+massl plan photos/
+massl plan photos/ --minutes 30
+massl plan photos/ --recipe massl-tiny --epochs 40
+
+It takes the arguments of massl pretrain and prints the recipe with its reasons, the memory, images per second, hours
+and disk that it needs, and the command that starts it. Speed and memory are measured in some seconds on this machine.
+Defaults shown are those of --recipe or, without one, what auto chooses for {example}."""
+_UNREADABLE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What `plan` found."""
+
+    recipe: PretrainRecipe
+    explanation: str  # what auto chose and why; "" for another recipe
+    images: ImageFacts
+    device: DeviceFacts
+    num_tried: int  # images that were decoded
+    unreadable: tuple[str, ...]  # of those and of the sampled headers
+    memory: Memory | None  # measured; None on a CPU
+    memory_gib: float | None  # at the peak; None: of a network whose memory cannot be counted
+    free_gib: float  # of the device
+    problem: str  # why it cannot fit, and what to lower; "" if it fits
+    speed: Speed
+    training_seconds: float
+    probe_seconds: float
+    disk_gib: float | None
+    output: Path
+    command: str
+
+    @property
+    def seconds(self) -> float:
+        return self.training_seconds + self.probe_seconds
+
+
+def plan(
+    data: str | Path,
+    *,
+    recipe: str | Path | PretrainRecipe | None = None,
+    output: str | Path | None = None,
+    minutes: float | None = None,
+    epochs: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> RunPlan:
+    """What `pretrain` with the same arguments would train, and the memory, time and disk it would need."""
+    changes = {**(overrides or {}), **({} if epochs is None else {"trainer.epochs": epochs})}
+    words = [str(data)]
+    words += [] if recipe is None or isinstance(recipe, PretrainRecipe) else ["--recipe", str(recipe)]
+    words += [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    found = resolve(recipe, data=data, overrides=changes, minutes=minutes, quiet=True)
+    return _cost(found, Path(output or default_output(data)), words)
+
+
+def main(arguments: Sequence[str]) -> int:
+    call = parse_pretrain(arguments, command="plan", description=DESCRIPTION)
+    if call.data is None and not isinstance(call.recipe, PretrainRecipe):
+        raise RecipeError("which images? massl plan photos/")
+    found = resolve(call.recipe, data=call.data, overrides=call.overrides, minutes=call.minutes, quiet=True)
+    words = _without(arguments, "--minutes", "--output")
+    planned = _cost(found, Path(call.output or default_output(found.recipe.data.source)), words)
+    screen = result_console()
+    for line in plan_lines(planned):
+        print_line(screen, line)
+    return 1 if planned.problem else 0
+
+
+def _cost(found: Resolved, output: Path, words: Sequence[str]) -> RunPlan:
+    recipe, console = found.recipe, message_console()
+    device = choose_device(recipe.trainer.device, option="trainer.device")
+    source = open_images(recipe.data.source, rules=recipe.data.rules(), may_download=True)
+    if recipe.data.hold_out > 0:
+        source = held_out(source, recipe.data.hold_out)[0]
+    facts = found.images or look_at_images(source)
+    with working(console, "decoding a sample of the images"):
+        num_tried, broken = find_unreadable(source, max_side=recipe.data.max_side, seconds=_UNREADABLE_SECONDS)
+    memory, gib, free, problem = _memory(recipe, source, device)
+    speed = found.speed
+    if speed is None:
+        timed = recipe if not problem else _quarter(recipe)
+        with working(console, "a short trial of its speed"):
+            speed = steady_speed(timed, source, facts=facts)
+    epochs, probes = recipe.trainer.epochs, recipe.probes.every_epochs
+    values = {**flatten(recipe), "backbone.timm_options": recipe.backbone.timm_options}
+    checkpoint = checkpoint_gib(values)
+    kept = recipe.trainer.keep_checkpoints + 1  # the new one is written before an old one is removed
+    if recipe.trainer.milestone_every_epochs:
+        kept += epochs // recipe.trainer.milestone_every_epochs
+    length = [] if found.speed is None else ["--trainer.epochs", str(epochs)]
+    command = shlex.join(["massl", "pretrain", *words, *length, "--output", str(output)])
+    return RunPlan(
+        recipe=recipe,
+        explanation=found.explanation,
+        images=facts,
+        device=look_at_device(device),
+        num_tried=num_tried,
+        unreadable=tuple(dict.fromkeys([*facts.unreadable, *broken])),
+        memory=memory,
+        memory_gib=gib,
+        free_gib=free,
+        problem=problem,
+        speed=speed,
+        training_seconds=speed.training_seconds(images_per_epoch=images_per_epoch(recipe, len(source)), epochs=epochs),
+        probe_seconds=speed.probe_seconds(epochs=epochs, every_epochs=probes),
+        disk_gib=None if checkpoint is None else checkpoint * kept,
+        output=output,
+        command=command,
+    )
+
+
+def _memory(
+    recipe: PretrainRecipe, source: ImageSource, device: torch.device
+) -> tuple[Memory | None, float | None, float, str]:
+    """Measured on a GPU, counted on a CPU: the trial, GiB at the peak, GiB that are free, and why it cannot fit."""
+    free = free_memory_gib(device)
+    if device.type == "cpu":
+        counted = counted_gib(recipe, device)
+        is_too_large = counted is not None and counted > free
+        return None, counted, free, too_large(recipe, counted or 0.0, free, "this machine") if is_too_large else ""
+    with host_threads_for(device):
+        memory = measured_memory(recipe, source, device)
+    problem = too_large(recipe, memory.needed, free, "the GPU") if memory.needed > free else ""
+    return memory, memory.peak, free, problem
+
+
+def _quarter(recipe: PretrainRecipe) -> PretrainRecipe:
+    """A recipe that does not fit, with a batch that does: its images are timed in smaller steps."""
+    size = max(1, recipe.trainer.batch_size // recipe.trainer.accumulation_steps // 4)
+    smaller = recipe.trainer.model_copy(update={"batch_size": size, "accumulation_steps": 1})
+    return recipe.model_copy(update={"trainer": smaller})
+
+
+def _without(arguments: Sequence[str], *options: str) -> list[str]:
+    """The arguments without some options and their values."""
+    left, skip = [], False
+    for word in arguments:
+        name, has_value, _ = word.partition("=")
+        if not skip and name not in options:
+            left.append(word)
+        skip = name in options and not has_value
+    return left
+
+
+def plan_lines(planned: RunPlan) -> list[str]:
+    """The plan in words."""
+    images, device, recipe = planned.images, planned.device, planned.recipe
+    labels = f"{images.num_classes} label folders, used by probes only" if images.num_classes else "no labels found"
+    broken = f"{len(planned.unreadable)} unreadable" if planned.unreadable else "none unreadable"
+    lines = [
+        f"images: {images.num_images:,}, typically {images.typical_size}; {labels}; {broken} "
+        f"among {images.num_sampled} sampled headers and {planned.num_tried} decoded images",
+        *(f"  unreadable: {reason}" for reason in planned.unreadable[:3]),
+    ]
+    cores = "1 core" if device.num_cores == 1 else f"{device.num_cores} cores"
+    lines.append(f"device: {device.name}, {device.memory_gib:.1f} GiB, {cores}")
+    if planned.explanation:
+        lines += planned.explanation.rstrip().splitlines()
+    how = "counted" if planned.memory is None else "measured by two short trials"
+    needs = "not known for this network" if planned.memory_gib is None else f"{planned.memory_gib:.1f} GiB"
+    lines.append(f"memory: {needs} of {planned.free_gib:.1f} GiB free ({how})")
+    speed, cache = planned.speed, ""
+    if abs(speed.first_pass / speed.later - 1) > 0.02:
+        cache = f" ({1 / speed.first_pass:,.0f} in the first pass, which decodes and keeps the images)"
+    lines.append(f"speed: {speed.images_per_second:,.0f} images a second{cache}")
+    steps = planned.recipe.trainer.epochs * (images.num_images // recipe.trainer.batch_size)
+    parts = f"{duration_text(planned.training_seconds)} training, {duration_text(planned.probe_seconds)} probes"
+    lines.append(
+        f"time: {duration_text(planned.seconds)} ({planned.seconds / 3600:.2f} hours: {parts}) for "
+        f"{recipe.trainer.epochs:,} epochs, {steps:,} steps"
+    )
+    disk = "not known for this network" if planned.disk_gib is None else f"{planned.disk_gib:.2f} GiB"
+    free = shutil.disk_usage(next(folder for folder in planned.output.absolute().parents if folder.exists())).free
+    lines.append(f"disk: {disk} for checkpoints in {planned.output}, {free / 2**30:.0f} GiB are free")
+    if planned.problem:
+        lines.append(f"it does not fit: {planned.problem}")
+    lines.append(f"start it: {planned.command}")
+    return lines
