@@ -1,6 +1,6 @@
 """Optimizers: settings, AdamW and SGD, both with gradients clipped tensor by tensor and a state any device can load."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import Annotated, Any, Literal, Self
 
@@ -49,18 +49,29 @@ class OptimizerSettings(Settings):
         return self.learning_rate * batch_size / 256.0
 
 
-def build_optimizer(module: nn.Module, settings: OptimizerSettings) -> "DecayedAdamW | DecayedSGD":
-    """An optimizer over the trained parameters, in two groups: with weight decay and without."""
-    decayed: list[nn.Parameter] = []
-    not_decayed: list[nn.Parameter] = []
+def build_optimizer(
+    module: nn.Module, settings: OptimizerSettings, *, rate_scales: Mapping[str, float] | None = None
+) -> "DecayedAdamW | DecayedSGD":
+    """An optimizer over the trained parameters, in two groups: with weight decay and without.
+
+    `rate_scales`, by parameter name, are factors on the learning rate; there are then two groups for each factor.
+    """
+    groups = [group for scale in sorted({1.0, *(rate_scales or {}).values()}) for group in _two_groups(scale)]
+    if not rate_scales:
+        groups = [{key: value for key, value in group.items() if key != "rate_scale"} for group in groups]
+    by_kind = {(group["decays"], group.get("rate_scale", 1.0)): group for group in groups}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            (decayed if _decays(name, parameter, settings.decayed) else not_decayed).append(parameter)
-    groups = [{"params": decayed, "decays": True}, {"params": not_decayed, "decays": False}]
+            kind = (_decays(name, parameter, settings.decayed), (rate_scales or {}).get(name, 1.0))
+            by_kind[kind]["params"].append(parameter)
     if settings.name == "sgd":
         return DecayedSGD(groups, momentum=settings.momentum, clip_norm=settings.clip_norm)
-    on_gpu = any(parameter.is_cuda for parameter in decayed)
+    on_gpu = any(parameter.is_cuda for parameter in module.parameters())
     return DecayedAdamW(groups, betas=settings.betas, clip_norm=settings.clip_norm, capturable=on_gpu)
+
+
+def _two_groups(rate_scale: float) -> list[dict[str, Any]]:
+    return [{"params": [], "decays": decays, "rate_scale": rate_scale} for decays in (True, False)]
 
 
 def _decays(name: str, parameter: nn.Parameter, decayed: str) -> bool:
@@ -122,11 +133,11 @@ class DecayedAdamW(PortableState, AdamW):
     def set_hyper(self, hyper: StepHyper) -> None:
         self._hyper = hyper
         for group in self.param_groups:
-            group["lr"] = hyper.learning_rate
+            group["lr"] = hyper.learning_rate * group["rate_scale"] if "rate_scale" in group else hyper.learning_rate
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        pairs = [(p, group["decays"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         parameters = [parameter for parameter, _ in pairs]
         gradients = [parameter.grad for parameter in parameters]
         states = [self.state[parameter] for parameter in parameters if self.state[parameter]]
@@ -135,19 +146,21 @@ class DecayedAdamW(PortableState, AdamW):
             return
         norms, is_finite = self._take_norms(gradients)
         if fits_update_kernels([*parameters, *gradients, *averages]):
-            self._step_by_kernel(parameters, gradients, [decays for _, decays in pairs], norms, is_finite)
+            self._step_by_kernel(parameters, gradients, [group for _, group in pairs], norms, is_finite)
             return
         clip_each_gradient(parameters, self._clip_norm, norms)
-        shrink = 1.0 - self._hyper.learning_rate * self._hyper.weight_decay
-        if decayed := [parameter for parameter, decays in pairs if decays]:
-            torch._foreach_mul_(decayed, shrink.float() if isinstance(shrink, Tensor) else shrink)
+        for group in self.param_groups:
+            decayed = [parameter for parameter in group["params"] if parameter.grad is not None and group["decays"]]
+            shrink = 1.0 - group["lr"] * self._hyper.weight_decay
+            if decayed:
+                torch._foreach_mul_(decayed, shrink.float() if isinstance(shrink, Tensor) else shrink)
         super().step(closure)
 
     def _step_by_kernel(
         self,
         parameters: list[nn.Parameter],
         gradients: list[Tensor],
-        decays: list[bool],
+        groups: list[dict[str, Any]],  # of each parameter
         norms: Tensor,
         is_finite: Tensor | None,
     ) -> None:
@@ -161,7 +174,7 @@ class DecayedAdamW(PortableState, AdamW):
         else:
             # a list: a single tensor may be read by the host, which a recorded CUDA graph must not
             torch._foreach_add_(steps, [is_finite.float()] * len(steps))
-        group = self.param_groups[0]  # betas and epsilon are the same in all groups
+        group = groups[0]  # betas and epsilon are the same in all groups
         clipped_adamw_(
             parameters,
             gradients,
@@ -169,7 +182,8 @@ class DecayedAdamW(PortableState, AdamW):
             [state["exp_avg_sq"] for state in states],
             steps,
             norms if self._clip_norm > 0.0 else None,
-            decays,
+            [own["decays"] for own in groups],
+            rate_scales=[own["rate_scale"] for own in groups] if "rate_scale" in group else None,
             learning_rate=self._hyper.learning_rate,
             weight_decay=self._hyper.weight_decay,
             betas=group["betas"],
@@ -218,6 +232,7 @@ class DecayedSGD(PortableState, SGD):
                 torch.as_tensor(value, dtype=torch.float32, device=parameters[0].device)
                 for value in (self._hyper.learning_rate, self._hyper.weight_decay)
             )
+            rate = rate * group["rate_scale"] if "rate_scale" in group else rate
             if group["decays"]:
                 torch._foreach_add_(gradients, list(torch._foreach_mul(parameters, decay)))
             sums = [self.state_of(parameter)["momentum_buffer"] for parameter in parameters]

@@ -50,6 +50,7 @@ def _upload(
     *,
     steps: Sequence[Tensor] = (),
     flags: Sequence[bool] = (),
+    scales: Sequence[float] | None = None,
     sizes: Sequence[int] | None = None,  # default: numbers of elements
 ) -> _Tables:
     sizes = tuple(tensor.numel() for tensor in tensors[0]) if sizes is None else tuple(sizes)
@@ -57,6 +58,8 @@ def _upload(
     rows = [sizes, *addresses]
     if steps:
         rows += [[step.data_ptr() for step in steps], list(flags)]
+    if scales is not None:
+        rows.append(torch.tensor(scales, dtype=torch.float64).view(torch.int64).tolist())
     chunks = _chunks(sizes)
     numbers_as_int = torch.tensor(numbers, dtype=torch.float64).view(torch.int64)
     words = _to_device(torch.cat([torch.tensor(rows).flatten(), chunks, numbers_as_int]), tensors[0][0].device)
@@ -117,6 +120,7 @@ def _adamw_block(
 def _clipped_adamw_kernel(
     rows_ptr, chunks_ptr, numbers_ptr, rate_ptr, decay_ptr, norms_ptr, applies_ptr, num_tensors,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, CLIPS: tl.constexpr, GUARDED: tl.constexpr, ALIGNED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.load(chunks_ptr + tl.program_id(0))
     tensor, first = chunk >> 32, (chunk & 0x7FFFFFFF) * CHUNK
@@ -130,6 +134,8 @@ def _clipped_adamw_kernel(
     root_correction2 = tl.sqrt(1.0 - tl.exp(step * tl.load(numbers_ptr + 3))).to(tl.float32)
     epsilon = tl.load(numbers_ptr + 4).to(tl.float32)
     rate = tl.load(rate_ptr).to(tl.float64)
+    if SCALED:
+        rate = rate * tl.load((rows_ptr + 7 * num_tensors + tensor).to(tl.pointer_type(tl.float64)))
     shrink = 1.0 - rate * tl.load(decay_ptr).to(tl.float64) * tl.load(rows_ptr + 6 * num_tensors + tensor).to(
         tl.float64
     )
@@ -172,6 +178,7 @@ def clipped_adamw_(
     norms: Tensor | None,  # [N] of the gradients; not needed where max_norm is 0
     decays: Sequence[bool],
     *,
+    rate_scales: Sequence[float] | None = None,  # factors on the learning rate of each tensor
     learning_rate: float | Tensor,
     weight_decay: float | Tensor,
     betas: tuple[float, float],
@@ -188,6 +195,7 @@ def clipped_adamw_(
         [*betas, *logarithms, epsilon, max_norm, rate, decay],
         steps=steps,
         flags=decays,
+        scales=rate_scales,
     )
     if len(tables.chunks) == 0:
         return
@@ -196,7 +204,7 @@ def clipped_adamw_(
         learning_rate if _is_on(device, learning_rate) else tables.numbers[6:],
         weight_decay if _is_on(device, weight_decay) else tables.numbers[7:],
         norms, applies, len(parameters), CHUNK=_CHUNK, BLOCK=_BLOCK, CLIPS=max_norm > 0.0,
-        GUARDED=applies is not None, ALIGNED=tables.are_aligned, num_warps=_NUM_WARPS,
+        GUARDED=applies is not None, ALIGNED=tables.are_aligned, SCALED=rate_scales is not None, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 
