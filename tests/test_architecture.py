@@ -20,6 +20,7 @@ LAYERS = [
     {"methods", "weights"},
     {"training", "evaluations"},
     {"reports", "planning"},
+    {"exports"},
     {"commands"},
     {"cli"},
 ]

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import platform
+import shutil
 import stat
 import threading
 import time
@@ -20,12 +21,16 @@ _LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)  # the disk did not store it; ot
 _SECONDS_OF_NO_WRITER = 3600.0  # a leftover unchanged for so long belongs to no running process
 
 
+def _partial(path: Path) -> Path:
+    # Host, process and thread in the name: two evaluations may write the same file. Cut short: names end at 255 bytes.
+    name, writer = os.fsdecode(os.fsencode(path.name)[:60]), f"{os.getpid()}-{threading.get_ident():x}"
+    return path.with_name(f".{name}.{platform.node()[:40]}-{writer}.partial")
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`. On success it is flushed to disk and renamed; on an error it is removed."""
-    # Host, process and thread in the name: two evaluations may write the same file. Cut short: names end at 255 bytes.
-    name, writer = os.fsdecode(os.fsencode(path.name)[:60]), f"{os.getpid()}-{threading.get_ident():x}"
-    partial = path.with_name(f".{name}.{platform.node()[:40]}-{writer}.partial")
+    partial = _partial(path)
     try:
         yield partial
         with partial.open("rb") as file:
@@ -34,6 +39,26 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
+        raise
+    _flush_folder(path.parent)
+
+
+@contextlib.contextmanager
+def making_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder beside `path`. On success its files are flushed and it gets its name; on an error it goes.
+
+    An existing file or folder that is not empty is an OSError.
+    """
+    partial = _partial(path)
+    partial.mkdir()
+    try:
+        yield partial
+        for file in partial.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        partial.rename(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
         raise
     _flush_folder(path.parent)
 

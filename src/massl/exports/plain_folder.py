@@ -1,0 +1,53 @@
+"""massl's own backbone file with preprocess.json: for massl, and for programs that read tensors with timm's names."""
+
+from pathlib import Path
+
+import timm
+from safetensors.torch import load_file
+
+from massl.exports.job import ExportJob, Written, check_features, write_json
+from massl.weights.io import BACKBONE_FILE, backbone_bytes
+
+_SNIPPET = """import safetensors.torch
+import timm
+
+model = timm.create_model("{architecture}", **{options})
+model.load_state_dict(safetensors.torch.load_file("{folder}/backbone.safetensors"))"""
+
+
+def write_safetensors(job: ExportJob, folder: Path) -> Written:
+    model = job.model
+    content = backbone_bytes(
+        job.backbone.model,
+        timm_arguments=job.backbone.timm_arguments,
+        mean=model.mean,
+        std=model.std,
+        image_size=model.image_size,
+        crop_ratio=model.crop_ratio,
+    )
+    (folder / BACKBONE_FILE).write_bytes(content)
+    write_json(folder / "preprocess.json", job.preparation.as_plain())
+    text = "massl opens the file for every size, and other programs by timm's names of the tensors."
+    if job.backbone.position_resampling is not None:
+        text += (
+            " A plain timm model takes the size that it was built for; with another one timm resamples position "
+            "embeddings by its own rule, which gives other features."
+        )
+    if job.has_small_stem:
+        snippet = 'import massl\n\nmodel, transform = massl.load_backbone("{folder}/backbone.safetensors")'
+        return Written(library="massl", snippet=snippet, sizes=text, difference=0.0)
+    options = job.timm_options()
+    opened = timm.create_model(job.architecture, **options).eval()
+    opened.load_state_dict(load_file(folder / BACKBONE_FILE))
+    own = _own_size(job)
+    difference = check_features(job, opened, [own], tolerance=1e-5)
+    snippet = _SNIPPET.replace("{architecture}", job.architecture).replace("{options}", repr(options))
+    return Written(library="timm", snippet=snippet, sizes=text, difference=difference)
+
+
+def _own_size(job: ExportJob) -> tuple[int, int]:
+    """The size that a timm model of the same options is built for."""
+    if not job.backbone.is_transformer:
+        return job.size
+    height, width = job.backbone.model.patch_embed.grid_size  # type: ignore[union-attr, misc]
+    return height * job.backbone.patch_size, width * job.backbone.patch_size
