@@ -101,7 +101,10 @@ def _choose_trainer(plan: Plan, images: ImageFacts, device: DeviceFacts, limits:
     plan.set("trainer.activation_checkpointing", False, "")
     cpu = device.kind == "cpu"
     plan.set("trainer.precision", "fp32" if cpu else "bf16", "CPUs are fastest in fp32" if cpu else "")
-    plan.set("trainer.epochs", round(at("epochs", n)), because("epochs", n))
+    passes = (
+        f"{because('epochs', n)}{'; a CPU is slow, so it gets fewer of them than a GPU' if limits.epochs < 1 else ''}"
+    )
+    plan.set("trainer.epochs", max(1, round(limits.epochs * at("epochs", n))), passes)
 
 
 def _choose_method(plan: Plan, images: ImageFacts, limits: rules.DeviceRow) -> None:

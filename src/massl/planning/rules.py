@@ -166,10 +166,11 @@ class DeviceRow:
     view: int  # the largest, in pixels
     batch_size: int  # the largest
     head: tuple[int, int]  # hidden and output dimension
+    epochs: float = 1.0  # share of the table's
 
 
 DEVICES: Final = (
-    DeviceRow(kind="cpu", gib=0, network="tiny", view=64, batch_size=128, head=(512, 128)),  # head, batch: demo
+    DeviceRow(kind="cpu", gib=0, network="tiny", view=64, batch_size=128, head=(512, 128), epochs=0.25),  # as demo
     DeviceRow(kind="cuda", gib=0, network="tiny", view=112, batch_size=1024, head=(2048, 256)),  # not measured
     DeviceRow(kind="cuda", gib=6, network="small", view=224, batch_size=1024, head=(2048, 256)),
     DeviceRow(kind="cuda", gib=70, network="base", view=224, batch_size=1024, head=(2048, 256)),
