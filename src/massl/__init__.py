@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from massl.commands.embed import embed
     from massl.commands.evaluate.command import evaluate
     from massl.commands.export import export
+    from massl.commands.import_weights import import_weights
     from massl.commands.plan import plan
     from massl.commands.pretrain import pretrain
     from massl.commands.report.command import report
@@ -36,6 +37,7 @@ __all__ = [
     "embed",
     "evaluate",
     "export",
+    "import_weights",
     "load_backbone",
     "plan",
     "pretrain",
@@ -49,6 +51,7 @@ _HOMES = {
     "embed": "massl.commands.embed",
     "evaluate": "massl.commands.evaluate.command",
     "export": "massl.commands.export",
+    "import_weights": "massl.commands.import_weights",
     "load_backbone": "massl.weights.io",
     "plan": "massl.commands.plan",
     "pretrain": "massl.commands.pretrain",

@@ -23,6 +23,7 @@ from massl.commands.compare.command import CompareSettings, _trainings
 from massl.commands.demo import DemoSettings
 from massl.commands.embed import EmbedSettings
 from massl.commands.evaluate.settings import EvaluateSettings
+from massl.commands.import_weights import ImportSettings
 from massl.commands.pretrain_arguments import parse_pretrain
 from massl.commands.recipe import load_recipe, parse_set_options
 from massl.commands.recipes import RecipesSettings, recipe_header, recipe_text, recipes_table, shipped_recipes
@@ -210,6 +211,7 @@ MASSL_CHECKS: dict[str, Callable[[list[str]], Any]] = {
     "compare": check_compare,
     "ablate": check_ablate,
     "report": lambda options: parse(ReportSettings, "report", "", options, has_flags=True),
+    "import": lambda options: parse(ImportSettings, "import", "", options),
     "recipes": check_recipes,
 }
 CHECKS: dict[str, Callable[[list[str]], None]] = {

@@ -1,7 +1,6 @@
 """`massl import`: weights of another project as a folder that every command opens."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +9,7 @@ from pydantic import Field, model_validator
 
 from massl.commands.arguments import parse
 from massl.commands.console import message_console, print_line, require_writable
-from massl.config import MasslError, Settings, UsageError
+from massl.config import MasslError, Settings, UsageError, merge, validate
 from massl.data.evaluation.views import MAX_SIDE, whole_patches
 from massl.files import make_folder, write_atomically
 from massl.nn.positions import ResamplingRule
@@ -58,19 +57,27 @@ class ImportSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _colours_are_numbers(self) -> "ImportSettings":
-        numbers = (*(self.mean or ()), *(self.std or ()))
-        if not all(map(math.isfinite, numbers)) or min(self.std or (1,)) <= 0:
-            raise ValueError(f"mean is {self.mean} and std {self.std}; give three numbers each, those of std above 0")
+    def _colours_vary(self) -> "ImportSettings":
+        if min(self.std or (1,)) <= 0:
+            raise ValueError(f"std is {self.std}; give three numbers above 0")
         return self
 
 
 def main(arguments: Sequence[str]) -> int:
-    import_weights(parse(ImportSettings, "import", DESCRIPTION, arguments))
+    run_import(parse(ImportSettings, "import", DESCRIPTION, arguments))
     return 0
 
 
-def import_weights(settings: ImportSettings) -> Path:
+def import_weights(file: str | Path, *, output: str | Path, overrides: Mapping[str, Any] | None = None) -> Path:
+    """Write the backbone of another project's checkpoint as a new folder, which everything here opens.
+
+    `overrides` sets any other option of `massl import --help`, e.g. {"num_heads": 12}. Returns the folder.
+    """
+    values = {"file": str(file), "output": str(output)}
+    return run_import(validate(ImportSettings, merge(values, overrides or {}, ImportSettings), origin="import"))
+
+
+def run_import(settings: ImportSettings) -> Path:
     """Write the backbone of `settings.file` as `backbone.safetensors` in the new folder; returns the folder."""
     file, folder = (Path(name).expanduser() for name in (settings.file, settings.output))
     if folder.exists() or folder.is_symlink():
