@@ -8,8 +8,9 @@ from typing import Any
 
 from massl.commands.console import message_console, print_line
 from massl.commands.device import choose_device
-from massl.commands.pretrain_arguments import AUTO, recipe_of_run, resolve_recipe
+from massl.commands.pretrain_arguments import recipe_of_run, resolve_recipe
 from massl.commands.recipe import PretrainRecipe
+from massl.commands.recipes import AUTO
 from massl.commands.timing import (
     epochs_lasting,
     images_per_epoch,
@@ -21,8 +22,8 @@ from massl.commands.timing import (
 from massl.config import RecipeError, dotted, merge, validate
 from massl.data.sources import ImageSource
 from massl.planning.choice import Plan, choose
+from massl.planning.costs import Speed
 from massl.planning.facts import DeviceFacts, ImageFacts, look_at_device, look_at_images
-from massl.planning.trial import Speed
 from massl.training.run_folder import PLAN_FILE
 
 __all__ = ["PLAN_FILE", "Resolved", "plan_images", "planned_recipe", "resolve"]
@@ -54,7 +55,7 @@ def resolve(
     data: str | Path | None,
     overrides: Mapping[str, Any],
     run: Path | None = None,
-    start_from: Path | None = None,
+    init: str | Path | None = None,
     minutes: float | None = None,
     quiet: bool = False,
 ) -> Resolved:
@@ -68,7 +69,9 @@ def resolve(
         print_line(console, text)
 
     has_run = run is not None and (run / "recipe.yaml").is_file()
-    is_auto = recipe == AUTO or (recipe is None and not has_run and start_from is None and data is not None)
+    init_run = Path(init).expanduser() if init is not None else None
+    has_init_run = init_run is not None and (init_run / "recipe.yaml").is_file()
+    is_auto = recipe == AUTO or (recipe is None and not has_run and not has_init_run and data is not None)
     if is_auto and has_run:
         assert run is not None
         if not (run / PLAN_FILE).is_file():
@@ -78,7 +81,7 @@ def resolve(
         chosen = _automatic(data, dotted(overrides, PretrainRecipe), minutes, tell)
         tell(chosen.explanation.rstrip())
         return chosen
-    found = resolve_recipe(recipe or recipe_of_run(run, start_from, data=data), data, overrides)
+    found = resolve_recipe(recipe or recipe_of_run(run, init_run, data=data), data, overrides)
     if minutes is None or has_run:
         return Resolved(recipe=found)
     return _lasting(found, minutes, dotted(overrides, PretrainRecipe), tell)

@@ -8,9 +8,10 @@ from massl.commands.console import print_line, working
 from massl.commands.recipe import PretrainRecipe
 from massl.config import RecipeError, flatten
 from massl.data.sources import ImageSource
+from massl.planning.costs import Memory
 from massl.planning.facts import free_memory_gib
 from massl.planning.memory import computed_gib
-from massl.planning.trial import Memory, measure_memory, release_gpu
+from massl.planning.trial import measure_memory, release_gpu
 
 _SURE_SHARE = 0.5  # of the free memory: what is less by count needs no trial
 

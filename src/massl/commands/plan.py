@@ -19,6 +19,7 @@ from massl.commands.recipe import PretrainRecipe
 from massl.commands.timing import images_per_epoch, steady_speed
 from massl.config import RecipeError, flatten
 from massl.data.sources import ImageSource, held_out
+from massl.planning.costs import Memory, Speed
 from massl.planning.facts import (
     DeviceFacts,
     ImageFacts,
@@ -28,7 +29,6 @@ from massl.planning.facts import (
     look_at_images,
 )
 from massl.planning.memory import checkpoint_gib
-from massl.planning.trial import Memory, Speed
 from massl.training.progress import duration_text
 
 DESCRIPTION = """Say what a run would be and what it would cost, without training.

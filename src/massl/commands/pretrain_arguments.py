@@ -11,12 +11,12 @@ from pydantic import Field, create_model
 
 from massl.commands.arguments import parse
 from massl.commands.recipe import PretrainRecipe, load_recipe
+from massl.commands.recipes import AUTO
 from massl.config import RecipeError, UsageError, dotted, merge, validate
 from massl.methods import METHODS
 from massl.planning.choice import choose
 from massl.planning.facts import DeviceFacts, ImageFacts
 
-AUTO = "auto"
 DESCRIPTION = f"""Learn visual features from unlabelled images.
 
 massl pretrain photos/
@@ -40,7 +40,7 @@ class PretrainArguments(PretrainRecipe):
     recipe: str | None = Field(
         None,
         description="auto, a shipped recipe (see `massl recipes`) or a YAML file; default: the recipe of the run in "
-        "--output or --start_from, else auto",
+        "--output or --init, else auto",
     )
     minutes: float | None = Field(
         None, gt=0, description="train for about this long, probes not counted: a short trial finds the epochs"
@@ -51,9 +51,6 @@ class PretrainArguments(PretrainRecipe):
         description="folder of the run; never overwritten, continued if it holds a run of the same recipe; default: "
         "runs/ and the name of the images",
     )
-    start_from: str | None = Field(
-        None, description="folder of another run: start a new run from its weights; optimizer and schedules start anew"
-    )
 
 
 class PretrainCall(NamedTuple):
@@ -61,7 +58,7 @@ class PretrainCall(NamedTuple):
 
     recipe: PretrainRecipe | str  # "auto", or a recipe with the values given on the command line
     output: str
-    start_from: str | None
+    init: str | None  # weights to start from
     # given on the command line, not by a recipe: only these images may be downloaded
     data: str | None
     overrides: dict[str, Any]
@@ -72,7 +69,8 @@ def parse_pretrain(arguments: Sequence[str], *, command: str = "pretrain", descr
     """The recipe with the values given on the command line, and where the run is kept."""
     is_help = bool({"--help", "-h"} & set(arguments))
     name, data = _value_of("--recipe", arguments), _images_of(arguments)
-    output, start = _value_of("--output", arguments), _value_of("--start_from", arguments)
+    output = _value_of("--output", arguments)
+    start = _value_of("--init", arguments) or _value_of("--init.weights", arguments)
     run = output or (str(default_output(data)) if data else None)
     is_auto = name == AUTO or (name is None and not _has_recipe(run) and not _has_recipe(start) and (data or is_help))
     recipe = _base_recipe(arguments, name, run, start, data, is_auto=bool(is_auto), is_help=is_help)
@@ -86,7 +84,6 @@ def parse_pretrain(arguments: Sequence[str], *, command: str = "pretrain", descr
         "minutes": None,
         "epochs": None,
         "output": "",
-        "start_from": None,
     }
     defaults = arguments_type.model_construct(**own | dict(recipe))
     text = (description or DESCRIPTION).format(example=_EXAMPLE)
@@ -101,12 +98,14 @@ def parse_pretrain(arguments: Sequence[str], *, command: str = "pretrain", descr
         raise UsageError("--minutes and --epochs both set the length of training; give one of them")
     kept = PretrainRecipe.model_validate({field: getattr(parsed, field) for field in PretrainRecipe.model_fields})
     if is_auto:
-        return PretrainCall(AUTO, run or "", parsed.start_from, data, given, parsed.minutes)
+        return PretrainCall(AUTO, run or "", start, data, given, parsed.minutes)
     if parsed.epochs is not None:
         kept = resolve_recipe(kept, data, {"trainer.epochs": parsed.epochs})
-    probed: dict[str, Any] = {key: given[key] for key in ("probes.database", "probes.queries") if key in given}
+    # what a download needs to be named by the user, and what weights to start from may not replace
+    named = ("probes.database", "probes.queries", "backbone.", "views.mean", "views.std", "init.")
+    kept_as_named: dict[str, Any] = {key: value for key, value in given.items() if key.startswith(named)}
     given_data = None if data is None else kept.data.source
-    return PretrainCall(kept, run or "", parsed.start_from, given_data, probed, parsed.minutes)
+    return PretrainCall(kept, run or "", start, given_data, kept_as_named, parsed.minutes)
 
 
 def _base_recipe(

@@ -23,6 +23,7 @@ from pydantic import Field
 from massl.commands.arguments import parse
 from massl.commands.console import print_line, print_table, result_console
 from massl.config import RecipeError, Settings, closest, overlay, read_yaml
+from massl.planning.rules import table_text
 from massl.reports.tables import ResultsTable
 
 DESCRIPTION = """List the recipes that come with massl.
@@ -31,6 +32,17 @@ massl recipes
 massl recipes --method massl --for photos
 massl recipes massl-tiny"""
 
+AUTO = "auto"  # no file: chosen by the rules of massl.planning
+_AUTO_LINE = {
+    "recipe": AUTO,
+    "method": "massl",
+    "network": "chosen",
+    "px": "any",
+    "epochs": "any",
+    "for": "your images",
+    "needs": "CPU or GPU",
+    "expect": "",
+}
 _MAX_BASES = 16
 _FACTS = ("for", "needs", "expect")
 _FACT = re.compile(rf"# ({'|'.join(_FACTS)}): (.+)")
@@ -63,6 +75,8 @@ def shipped_recipes() -> dict[str, Path]:
 def recipe_path(name: str, *, folder: Path = Path()) -> Path:
     """The file of a shipped recipe, or the file of this name, relative to `folder`."""
     shipped = shipped_recipes()
+    if name == AUTO:
+        raise RecipeError("auto is no file: it is chosen for images, by massl pretrain photos/ or massl plan photos/")
     path = shipped.get(name) or folder / Path(name).expanduser()
     try:
         is_file = path.is_file()
@@ -153,7 +167,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def recipe_text(name: str) -> str:
-    """A recipe's file and, below it, the files that it extends."""
+    """A recipe's file and, below it, the files that it extends; of auto, its rules."""
+    if name == AUTO:
+        return table_text()
     parts, path = [], recipe_path(name)
     read_recipe(path)  # a circle of files is an error, not an endless text
     while True:
@@ -167,8 +183,8 @@ def recipe_text(name: str) -> str:
 
 def recipes_table(*, method: str = "", purpose: str = "") -> ResultsTable:
     """The shipped recipes, those of MaSSL first, with what their headers say."""
-    lines = [_line(name, path) for name, path in shipped_recipes().items()]
-    lines.sort(key=lambda line: (line["method"] != "massl", line["method"], line["recipe"]))
+    lines = [_AUTO_LINE, *(_line(name, path) for name, path in shipped_recipes().items())]
+    lines.sort(key=lambda line: (line["method"] != "massl", line["method"], line["recipe"] != AUTO, line["recipe"]))
     methods = dict.fromkeys(line["method"] for line in lines)
     if method and method not in methods:
         raise RecipeError(f"no method {method!r}; there are {', '.join(methods)}.{closest(method, methods)}")

@@ -10,8 +10,9 @@ from massl.commands.recipe import PretrainRecipe
 from massl.config import RecipeError, flatten
 from massl.data.order import EpochOrder
 from massl.data.sources import ImageSource, held_out, open_source
+from massl.planning.costs import Speed
 from massl.planning.facts import ImageFacts, look_at_images
-from massl.planning.trial import Speed, measure_speed, release_gpu
+from massl.planning.trial import measure_speed, release_gpu
 
 WARM_UPS = ("optimizer.warmup_epochs", "method.teacher.temperature_warmup_epochs")
 

@@ -183,7 +183,7 @@ MEMORY_SHARE: Final = 4  # the memory holds at most one in so many images; it ha
 SMALLEST_BLOCK: Final = 4
 MOMENTUM: Final = (0.5, 0.9995)  # smallest and largest
 PROBES_PER_RUN: Final = 10
-LOGS_PER_RUN: Final = 200
+LOGS_PER_RUN: Final = 50
 MOST_LOG_STEPS: Final = 50
 CHECKPOINT_STEPS: Final = 1000
 DEVICE_SHARE: Final = 0.8  # of the GPU's memory that a plan may use by count
@@ -222,3 +222,17 @@ def view_row(side: int) -> ViewRow:
 
 def device_row(kind: str, gib: float) -> DeviceRow:
     return next(row for row in reversed(DEVICES) if row.kind == kind and row.gib <= gib)
+
+
+def table_text() -> str:
+    """The table in words, for `massl recipes auto`."""
+    lines = ["auto chooses every value for your images and machine. Between the columns it interpolates.", ""]
+    lines.append(f"{'images':<26}" + "".join(f"{number:>11,}" for number in IMAGES))
+    for name, row in TABLE.items():
+        lines.append(f"{name:<26}" + "".join(f"{_cell(value):>11}" for value in row.values))
+        lines.append(f"    {row.reason}. Measured: {row.measured}")
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else str(value)

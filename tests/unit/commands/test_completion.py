@@ -53,7 +53,7 @@ def completed(script: Path, line: str) -> set[str]:
         ("massl visualize runs/a att", {"attention"}),
         ("massl report runs/a --no", {"--no-figures"}),
         ("massl recipes --fo", {"--for"}),
-        ("massl recipes ", set(shipped_recipes())),
+        ("massl recipes ", {"auto", *shipped_recipes()}),
         ("massl embed --output fea", set()),  # left to bash: file names
     ],
 )

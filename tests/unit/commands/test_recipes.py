@@ -105,7 +105,8 @@ def test_every_shipped_recipe_says_for_what_on_what_and_how_well(name: str) -> N
 
 def test_the_table_has_the_values_of_every_recipe() -> None:
     table = recipes_table()
-    assert {line[0] for line in table.lines} == shipped_recipes().keys()
+    assert {line[0] for line in table.lines} == {"auto", *shipped_recipes()}
+    assert table.lines[0][0] == "auto"
     for name, method, network, pixels, epochs, *_ in table.lines:
         recipe = load_recipe(name)
         assert (method, int(pixels)) == (recipe.method.name, recipe.views.global_size)
@@ -119,7 +120,7 @@ def test_the_table_fits_100_columns_with_a_line_for_each_recipe() -> None:
     screen = io.StringIO()
     print_table(Console(file=screen, width=100, color_system=None), recipes_table())
     lines = [line for line in screen.getvalue().splitlines() if line.strip()]
-    assert len(lines) == 2 + len(shipped_recipes())
+    assert len(lines) == 3 + len(shipped_recipes())
     assert max(map(len, lines)) <= 100
 
 

@@ -11,15 +11,11 @@ from pydantic import ValidationError
 from massl.commands.compare import command
 from massl.commands.compare import minutes as minutes_module
 from massl.commands.compare.command import CompareSettings, run_comparison
-from massl.commands.compare.minutes import (
-    TrialStopped,
-    measured_images_per_second,
-    refuse_other_minutes,
-    timed_overrides,
-)
-from massl.commands.pretrain import PretrainResult, RunInterrupted
+from massl.commands.compare.minutes import refuse_other_minutes, timed_overrides
+from massl.commands.pretrain import PretrainResult
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.config import MasslError, RecipeError, to_yaml
+from massl.planning.costs import Speed
 from massl.reports import figures
 from massl.reports.comparison import plots
 
@@ -43,8 +39,12 @@ def load(tmp_path: Path) -> Callable[..., PretrainRecipe]:
 def speeds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the next trials measure; a trial beyond them is an error."""
     left: list[float] = []
-    monkeypatch.setattr(minutes_module, "measured_images_per_second", lambda recipe, name, beside: left.pop(0))
+    monkeypatch.setattr(minutes_module, "steady_speed", lambda recipe, source: steady(left.pop(0)))
     return left
+
+
+def steady(images_per_second: float) -> Speed:
+    return Speed(first_pass=1 / images_per_second, later=1 / images_per_second)
 
 
 # ---- how long --------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_warm_ups_shrink_with_the_epochs_and_all_of_it_is_told_and_noted(
         "method.teacher.temperature_warmup_epochs": 13.5,
     }
     trial, plan = told
-    assert "60 steps" in trial
+    assert "trial" in trial
     assert plan == (
         "10 images a second, 2 steps an epoch: 1.5 minutes are 45.45 epochs; trainer.epochs 45 instead of 100; "
         "optimizer.warmup_epochs 4.5 instead of 10; method.teacher.temperature_warmup_epochs 13.5 instead of 30"
@@ -254,65 +254,13 @@ def test_a_note_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
         refuse_other_minutes(tmp_path, 1.5)
 
 
-# ---- the trial -------------------------------------------------------------------------------------------------------
-
-
-class Trial:
-    """Stands in for pretrain: a run of three rows, ever quicker."""
-
-    def __init__(self, *, error: Exception | None = None, signal_number: int | None = None) -> None:
-        self.error, self.signal_number = error, signal_number
-
-    def __call__(self, *, recipe: PretrainRecipe, output: Path, overrides: dict[str, Any]) -> PretrainResult:
-        self.output, self.overrides = output, overrides
-        (output / "metrics.jsonl").write_text("")
-        if self.error:
-            raise self.error
-        rows = [{"step": 20.0 * number, "images_per_second": 100.0 * number} for number in range(4)]
-        result = PretrainResult(folder=output, step=60, finished=True, signal_number=self.signal_number, metrics=rows)
-        if self.signal_number == 2:
-            raise RunInterrupted(result)
-        return result
-
-
-def test_a_trial_is_60_steps_without_probes_whose_last_interval_counts(
-    load: Callable[..., PretrainRecipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_first_pass_that_decodes_counts_once(
+    load: Callable[..., PretrainRecipe], overrides_of: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = Trial()
-    monkeypatch.setattr(minutes_module, "pretrain", trial)
-    assert measured_images_per_second(load({"trainer.epochs": 2}), name="own", beside=tmp_path / "trials") == 300.0
-    assert trial.overrides == {
-        "trainer.epochs": 60,
-        "trainer.max_steps": 60,
-        "trainer.log_every_steps": 20,
-        "trainer.checkpoint_every_steps": 60,
-        "trainer.milestone_every_epochs": 0,
-        "probes.every_epochs": 0,
-    }
-    assert trial.output.parent == tmp_path / "trials"
-    assert trial.output.name.startswith("trial-own-")
-    assert list((tmp_path / "trials").iterdir()) == []
-
-
-def test_the_folder_of_a_trial_that_failed_is_kept_and_named(
-    load: Callable[..., PretrainRecipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trial = Trial(error=RecipeError("no such network"))
-    monkeypatch.setattr(minutes_module, "pretrain", trial)
-    with pytest.raises(MasslError, match=r"trial failed, see .*trial-own-.*: no such network"):
-        measured_images_per_second(load(), name="own", beside=tmp_path / "trials")
-    assert (trial.output / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("number", [2, 15])
-def test_a_trial_that_a_signal_ends_measures_nothing_and_leaves_nothing(
-    number: int, load: Callable[..., PretrainRecipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(minutes_module, "pretrain", Trial(signal_number=number))
-    with pytest.raises(TrialStopped) as stopped:
-        measured_images_per_second(load(), name="own", beside=tmp_path / "trials")
-    assert stopped.value.signal_number == number
-    assert list((tmp_path / "trials").iterdir()) == []
+    """20 images an epoch: the first takes 20 s, the others 2 s each."""
+    monkeypatch.setattr(minutes_module, "steady_speed", lambda recipe, source: Speed(first_pass=1.0, later=0.1))
+    assert overrides_of(load(), minutes=1.0)["trainer.epochs"] == 1 + 40 / 2
+    assert overrides_of(load(), name="short", minutes=0.25)["trainer.epochs"] == 1
 
 
 # ---- massl compare ---------------------------------------------------------------------------------------------------
@@ -417,34 +365,15 @@ def test_the_command_to_make_it_again_gives_the_same_minutes(
 def test_a_trial_that_fails_does_not_lose_the_others(
     pretrainer: Pretrainer, settings: CompareSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measured(recipe: PretrainRecipe, *, name: str, beside: Path) -> float:
-        if name == "massl":
+    def measured(recipe: PretrainRecipe, source: object) -> Speed:
+        if recipe.method.name == "massl":
             raise MasslError("the trial of its speed failed")
-        return 20.0
+        return steady(20.0)
 
-    monkeypatch.setattr(minutes_module, "measured_images_per_second", measured)
+    monkeypatch.setattr(minutes_module, "steady_speed", measured)
     comparison = run_comparison(settings)
     assert [run.label for run in comparison.runs] == ["mae"]
     assert comparison.failed == {"massl": "the trial of its speed failed"}
-
-
-@pytest.mark.parametrize(("stopped_in", "trained"), [("massl", []), ("mae", ["massl"])])
-def test_a_signal_in_a_trial_ends_the_comparison_with_what_is_there(
-    pretrainer: Pretrainer,
-    settings: CompareSettings,
-    monkeypatch: pytest.MonkeyPatch,
-    stopped_in: str,
-    trained: list[str],
-) -> None:
-    def measured(recipe: PretrainRecipe, *, name: str, beside: Path) -> float:
-        if name == stopped_in:
-            raise TrialStopped(15)
-        return 20.0
-
-    monkeypatch.setattr(minutes_module, "measured_images_per_second", measured)
-    comparison = run_comparison(settings)
-    assert comparison.signal_number == 15
-    assert [run.label for run in comparison.runs] == trained
 
 
 @pytest.mark.parametrize(
