@@ -104,7 +104,7 @@ def model_card(
         f"{download}{written.sizes} The exported model was opened and compared with massl on bundled images: features "
         f"differ by at most {written.difference:.1e} (float32).",
         "## Images",
-        _preparation(job),
+        _preparation(job, written),
         *_scores(run, results, has_curves=has_curves),
         *_training(run, data),
         "## Before you publish it",
@@ -121,7 +121,7 @@ def _front_matter(written: Written, run: Run | None) -> str:
     return f"---\n{yaml.safe_dump(values, sort_keys=False)}---"
 
 
-def _preparation(job: ExportJob) -> str:
+def _preparation(job: ExportJob, written: Written) -> str:
     prepared = job.preparation
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (prepared.mean, prepared.std))
     height, width = prepared.size
@@ -132,9 +132,15 @@ def _preparation(job: ExportJob) -> str:
             f"Resize the shorter side to {prepared.resized} px (bicubic, with antialias) and crop the centre, "
             f"{height} x {width} px"
         )
+    crop = ""
+    if written.library == "transformers" and prepared.resized is not None:
+        crop = (
+            " Where the margin of the crop is odd, transformers rounds it down and massl to even, so the crop may be "
+            "one pixel apart."
+        )
     return (
         f"{first}; scale to [0, 1]; subtract the mean ({mean}) and divide by the deviation ({std}) of red, green and "
-        "blue. Libraries that resize in 8 bits round the pixels, so features differ slightly from `massl embed`."
+        f"blue. Libraries that resize in 8 bits round the pixels, so features differ slightly from `massl embed`.{crop}"
     )
 
 

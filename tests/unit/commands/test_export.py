@@ -1,0 +1,172 @@
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import massl
+from massl.cli import main
+from massl.commands.export import ExportSettings, run_export
+from massl.config import MasslError
+from massl.exports.job import ExportError
+from massl.nn.backbone import BackboneSettings, build_backbone
+from massl.weights.io import backbone_bytes
+
+
+@pytest.fixture
+def backbone_file(tmp_path: Path) -> Path:
+    return write(tmp_path / "b.safetensors", "vit_tiny_patch16_224", {"embed_dim": 48, "depth": 2, "num_heads": 3})
+
+
+def write(path: Path, name: str, options: dict[str, Any], **settings: Any) -> Path:
+    is_vit = name.startswith("vit")
+    chosen = BackboneSettings(name=name, timm_options=options, image_size=32 if is_vit else None, **settings)
+    model = build_backbone(chosen, seed=0).model
+    facts = {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2), "image_size": 32}
+    path.write_bytes(backbone_bytes(model, timm_arguments=chosen.timm_arguments(), **facts))
+    return path
+
+
+class FakeHub:
+    def __init__(self, *, fails: bool = False) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.fails = fails
+
+    def create_repo(self, name: str, **options: Any) -> Any:
+        self.calls.append((name, options))
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, **options: Any) -> None:
+        if self.fails:
+            raise ConnectionError("no route")
+        self.calls.append(("upload", sorted(file.name for file in Path(options["folder_path"]).iterdir())))
+
+
+def test_the_command_prints_the_folder(backbone_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "made" / "here"
+    assert main(["export", str(backbone_file), "--to", "timm", "--output", str(output), "--image_size", "48x64"]) == 0
+    assert capsys.readouterr().out.strip() == str(output)
+    assert json.loads((output / "config.json").read_text())["model_args"]["img_size"] == [48, 64]
+    assert [path.name for path in output.parent.iterdir()] == ["here"]
+
+
+def test_python_takes_sizes_as_numbers(backbone_file: Path, tmp_path: Path) -> None:
+    for number, size in enumerate((48, (48, 64), "48x64", None)):
+        folder = massl.export(backbone_file, to="timm", output=tmp_path / str(number), image_size=size)
+        expected = {48: [48, 48], None: [32, 32]}.get(size, [48, 64])
+        assert json.loads((folder / "config.json").read_text())["pretrained_cfg"]["input_size"] == [3, *expected]
+
+
+def test_an_existing_output_is_refused_and_kept(backbone_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(MasslError, match="exists; move it away or choose another output"):
+        massl.export(backbone_file, to="timm", output=tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_failure_leaves_nothing(backbone_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> str:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("massl.commands.export.model_card", fail)
+    with pytest.raises(MasslError, match="disk full"):
+        massl.export(backbone_file, to="timm", output=tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["b.safetensors"]
+
+
+def test_an_export_with_other_features_is_not_written(
+    backbone_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("massl.exports.job.model_positions", lambda model, *grid: torch.zeros_like(model.pos_embed))
+    with pytest.raises(ExportError, match="other features"):
+        massl.export(backbone_file, to="timm", output=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "settings", "to", "message"),
+    [
+        (
+            "resnet10t",
+            {},
+            {},
+            "transformers",
+            "no plain vision transformer. Choose --to timm, --to onnx or --to torchhub",
+        ),
+        ("resnet18", {}, {"stem": "small"}, "timm", "--to torchhub or --to onnx"),
+        ("vit_tiny_patch16_224", {"depth": 1, "qk_norm": True}, {}, "transformers", "blocks are not timm's plain ones"),
+        ("vit_tiny_patch16_224", {"depth": 1, "act_layer": "relu"}, {}, "transformers", "another MLP"),
+    ],
+)
+def test_what_a_library_cannot_compute_is_refused_with_another_way(
+    name: str, options: dict[str, Any], settings: dict[str, Any], to: Any, message: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    file = write(tmp_path / "b.safetensors", name, options, **settings)
+    with pytest.raises(ExportError, match=message):
+        run_export(ExportSettings(run=str(file), to=to, output=str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("to", "module", "extra"), [("onnx", "onnxscript", "onnx"), ("transformers", "transformers", "hf")]
+)
+def test_missing_packages_are_named(
+    to: Any, module: str, extra: str, backbone_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == module else object())
+    with pytest.raises(ExportError, match=rf"{module}.*massl\[{extra}\]"):
+        massl.export(backbone_file, to=to, output=tmp_path / "out")
+
+
+def test_foreign_weights_are_refused(tmp_path: Path) -> None:
+    torch.save({"x": torch.zeros(1)}, tmp_path / "w.pth")
+    with pytest.raises(MasslError, match="massl import"):
+        massl.export(tmp_path / "w.pth", to="timm", output=tmp_path / "out")
+    with pytest.raises(MasslError, match="does not exist"):
+        massl.export("vit_tiny_patch16_224", to="timm", output=tmp_path / "out")
+
+
+# ---- the Hub ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_sent_unless_asked(backbone_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("massl.commands.export._hub", lambda: pytest.fail("asked for the Hub"))
+    massl.export(backbone_file, to="timm", output=tmp_path / "out")
+
+
+def test_the_folder_is_sent_to_a_private_repository(backbone_file: Path, tmp_path: Path) -> None:
+    hub = FakeHub()
+    settings = ExportSettings(
+        run=str(backbone_file), to="timm", output=str(tmp_path / "out"), push_to_hub="jane/flowers"
+    )
+    folder = run_export(settings, hub=hub)
+    files = ["README.md", "config.json", "model.safetensors"]
+    assert hub.calls == [("jane/flowers", {"private": True, "exist_ok": True}), ("upload", files)]
+    card = (folder / "README.md").read_text()
+    assert 'timm.create_model("hf-hub:jane/flowers", pretrained=True)' in card
+    assert "# flowers" in card
+
+
+def test_a_folder_that_cannot_be_sent_stays(backbone_file: Path, tmp_path: Path) -> None:
+    settings = ExportSettings(
+        run=str(backbone_file), to="timm", output=str(tmp_path / "out"), push_to_hub="jane/flowers"
+    )
+    with pytest.raises(MasslError, match=r"is complete, but it could not be sent.*no route"):
+        run_export(settings, hub=FakeHub(fails=True))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "../x", "jane/fl owers", "jane/", "-x", "a\nb", "a--b"])
+def test_other_names_of_repositories_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(MasslError, match="push_to_hub"):
+        massl.export("x", to="timm", output=tmp_path / "out", push_to_hub=name)
+
+
+def test_a_missing_client_is_named(backbone_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MasslError, match=r"massl\[hf\]"):
+        massl.export(backbone_file, to="timm", output=tmp_path / "out", push_to_hub="jane/x")
