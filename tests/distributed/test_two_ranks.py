@@ -13,7 +13,7 @@ import torch
 
 NUM_STEPS = 30
 ACCURACIES = {"knn_top1", "other_view_top1"}
-PROBE_KEYS = {*ACCURACIES, "effective_rank", "embedding_spread", "teacher_entropy", "memory_winner_share"}
+PROBE_KEYS = {*ACCURACIES, "effective_rank", "alpha_req", "embedding_spread", "teacher_entropy", "memory_winner_share"}
 
 
 @pytest.fixture
@@ -93,6 +93,22 @@ def test_two_ranks_train_and_probe_as_one_process(
     _assert_all_finished(processes)
     _assert_same_training(runs, tmp_path / "two", reference)
     assert not list((tmp_path / "two").glob("nonfinite*"))
+
+
+@pytest.mark.slow
+def test_two_ranks_end_early_together_at_the_step_of_one_process(
+    start_ranks: Any, one_process: Any, options: Any, runs: Any, tmp_path: Path
+) -> None:
+    flat = ["--trainer.stop_when_flat", "1", "--probes.every_epochs", "0.012"]
+    processes = start_ranks(2, *options(tmp_path / "two", *flat))
+    reference = one_process(*flat)
+    answers = [process.wait() for process in processes]
+    assert [answer.status for answer in answers] == [0, 0], answers[0].text
+    assert "finished early" in answers[0].text
+    last, expected = runs.rows(tmp_path / "two")[-1], runs.rows(reference)[-1]
+    assert last["step"] == expected["step"] < NUM_STEPS
+    assert (last["best_step"], last["flat_probes"]) == (expected["best_step"], 1)
+    assert (tmp_path / "two" / "best.safetensors").is_file()
 
 
 def test_torchrun_starts_the_same_command(one_process: Any, options: Any, runs: Any, tmp_path: Path) -> None:

@@ -104,6 +104,9 @@ class RunReader:
         assert difference(found, expected, "checkpoint") is None
         assert rows_without_time(run) == rows_without_time(reference)
         assert difference(self.backbone(run), self.backbone(reference), "backbone") is None
+        best, expected_best = (folder / "best.safetensors" for folder in (run, reference))
+        assert best.exists() == expected_best.exists()
+        assert not best.exists() or best.read_bytes() == expected_best.read_bytes(), "best.safetensors"
 
 
 def num_lines(path: Path) -> int:

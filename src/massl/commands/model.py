@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, field_validator
 from rich.console import Console
@@ -32,6 +33,9 @@ class ModelSettings(ExtractionSettings):
 
     model: ModelName
     feature: str | None = Field(None, description=f"read this instead of what the protocol names:{FEATURE_LINES}")
+    which: Literal["last", "best"] = Field(
+        "last", description="weights of a run's folder: after its last step, or of its best probe (best.safetensors)"
+    )
     image_size: int | None = Field(
         None, gt=0, description="side of the views in pixels; default: that of the images it was trained on"
     )
@@ -90,7 +94,9 @@ def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[
     distributed.start(device.type)
     console = message_console(quiet=not distributed.is_main())
     with host_threads_for(device), _progress_on(console) as progress:
-        model = open_model(settings.model, num_heads=settings.num_heads, pretrained=settings.pretrained)
+        model = open_model(
+            settings.model, num_heads=settings.num_heads, pretrained=settings.pretrained, which=settings.which
+        )
         # The size it was trained at need not be a multiple of the patch.
         if settings.image_size is not None and settings.image_size != model.image_size:
             size = whole_patches(settings.image_size, patch_size(model.backbone), option="image_size")

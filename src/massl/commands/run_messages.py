@@ -141,7 +141,13 @@ def summarise(result: FitResult, trainer: Trainer, probe: Probe | None, console:
         print_line(console, f"{stopped_words(result, trainer)}, the same command continues")
         return
     num_steps = trainer.schedules.num_steps
-    if trainer.end_step < num_steps:
+    if result.ended_early:
+        print_line(
+            console,
+            f"finished early, at step {result.step} of {num_steps}: {result.ended_early}. To train on all the same, "
+            "give the same command with --trainer.stop_when_flat 0 --trainer.guard warn",
+        )
+    elif trainer.end_step < num_steps:
         print_line(
             console, f"finished: {result.step} of {num_steps} steps, as trainer.max_steps asks; raise it to continue"
         )
@@ -152,7 +158,10 @@ def summarise(result: FitResult, trainer: Trainer, probe: Probe | None, console:
     if probe is not None:
         if raw_pixels is not None:
             folder.write_json("baseline.json", {"raw_pixel_knn": raw_pixels, "num_queries": probe.num_queries})
-        found = verdict(read_run(folder.path))
+        run = read_run(folder.path)
+        found = verdict(run)
+        if best := run.best_words:
+            print_line(console, best)
         print_line(console, f"verdict: {found.headline}. {' '.join(found.reasons)}", style="bold")
         print_line(console, f"next: {found.next_step.purpose}: {found.next_step.command}\nmore: {found.page}")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from massl.config import MasslError
+from massl.training.best import SCORE, ended_early
 
 
 class RunError(MasslError, ValueError):
@@ -130,6 +131,27 @@ class Run:
         """The earliest of equally good probes."""
         return max(self.probes, key=lambda point: point.knn_top1)
 
+    @property
+    def best_row(self) -> Mapping[str, float] | None:
+        """The probe whose weights are in best.safetensors, chosen without labels; None: older runs, or no probes."""
+        step = next((row["best_step"] for row in reversed(self.rows) if "best_step" in row), None)
+        return next((row for row in self.rows if row["step"] == step), None)
+
+    @property
+    def best_words(self) -> str:
+        """Which probe the rule without labels chose, beside the last one; "" if it chose none."""
+        best, last = self.best_row, next((row for row in reversed(self.rows) if "best_step" in row), None)
+        if best is None or last is None:
+            return ""
+        if best is last:
+            return f"best.safetensors: the last probe, of step {best['step']:.0f} (by other_view_top1, without labels)"
+        both = "knn_top1" in best and "knn_top1" in last
+        knn = f", k-NN {best['knn_top1']:.1f} against {last['knn_top1']:.1f} %" if both else ""
+        return (
+            f"best.safetensors: step {best['step']:.0f}, not the last probe of step {last['step']:.0f}; another view "
+            f"found its image in {best[SCORE]:.1f} %, at the end in {last[SCORE]:.1f} %{knn}. To use it: --which best"
+        )
+
     def last_within(self, gpu_minutes: float) -> KnnPoint | None:
         """The last probe within this much training; the probe of the untrained network does not count."""
         return next((point for point in reversed(self.probes) if 0 < point.gpu_minutes <= gpu_minutes), None)
@@ -166,12 +188,22 @@ class Run:
     @property
     def finished(self) -> bool:
         max_steps = self.settings.get("trainer.max_steps")
-        return self.has_all_epochs or (bool(self.rows) and max_steps is not None and self.rows[-1]["step"] >= max_steps)
+        at_max = bool(self.rows) and max_steps is not None and self.rows[-1]["step"] >= max_steps
+        return self.has_all_epochs or at_max or bool(self.ended_early)
+
+    @property
+    def ended_early(self) -> str:
+        """Why it ended before its schedule by its own settings; "" if it did not."""
+        flat, guard = self.settings.get("trainer.stop_when_flat", 0), str(self.settings.get("trainer.guard", "off"))
+        flat = flat if isinstance(flat, int) else 0
+        return ended_early(self.rows[-1], stop_when_flat=flat, guard=guard) if self.rows else ""
 
     @property
     def state(self) -> str:
         if not self.rows:
             return "no row yet"
+        if self.ended_early and not self.has_all_epochs:
+            return f"ended early at step {self.rows[-1]['step']:,.0f}"
         if self.finished and not self.has_all_epochs:
             return f"ended by trainer.max_steps at step {self.rows[-1]['step']:,.0f}"
         return "finished" if self.finished else "in progress or stopped"

@@ -182,7 +182,8 @@ def _train_on(run: Run) -> NextStep:
         command = _command(*run.launcher, "pretrain", "--output", folder)
         return NextStep("continue it, unless it is running", command)
     if not run.has_all_epochs:
-        options = ("--trainer.max_steps", "None")
+        early = ("--trainer.stop_when_flat", "0", "--trainer.guard", "warn") if run.ended_early else ()
+        options = ("--trainer.max_steps", "None", *early)
         command = _command(*run.launcher, "pretrain", "--output", folder, *options)
         return NextStep("train to the end of the schedule", command)
     options = ("--trainer.epochs", str(2 * run.num_epochs))

@@ -64,3 +64,10 @@ def _require_compiler(device: torch.device) -> None:
             f"trainer.kernels compiled needs a {language} compiler, but none was found (searched: {searched}); "
             "install one, or set trainer.kernels to plain or fused"
         )
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """The entry of a row of metrics: most memory of all tensors on a GPU; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"peak_memory_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 3)}

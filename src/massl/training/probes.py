@@ -19,7 +19,7 @@ from massl.data.sources import ImageSource, files_of, label_doubt, open_source
 from massl.data.views import ViewSettings, make_views
 from massl.methods.base import Method, StepHyper
 from massl.ops.image_ops import centre_view, normalise
-from massl.ops.scoring.feature_health import effective_rank
+from massl.ops.scoring.feature_health import effective_rank, spectrum_decay
 from massl.ops.scoring.neighbours import knn_accuracy, knn_accuracy_among_others, own_image_found
 
 _CHUNK_PIXELS = 256 * 224 * 224  # of the images that go through the backbone at once
@@ -123,6 +123,11 @@ class Probe:
     def num_queries(self) -> int:
         return len(self._queries.indices)
 
+    @property
+    def num_images(self) -> int:
+        """How many images one probe looks at."""
+        return self.num_queries + (0 if self._database is None else len(self._database.indices))
+
     @torch.no_grad()
     def measure(
         self, method: Method, hyper: StepHyper, *, between_batches: Callable[[], None] = lambda: None
@@ -154,6 +159,8 @@ class Probe:
         if not bool(query_features.isfinite().all()):
             raise NonFiniteFeatures("the teacher's features are not finite")
         metrics = {"effective_rank": effective_rank(query_features), **method.health(query_features, hyper)}
+        if (decay := spectrum_decay(query_features)) is not None:
+            metrics["alpha_req"] = decay
         metrics["other_view_top1"] = own_image_found(other_features, query_features)
         if self._database is not None:
             database_features, database_labels = self._extract(self._database, features_of, between_batches)

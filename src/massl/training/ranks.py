@@ -12,6 +12,7 @@ from massl import distributed
 from massl.config import MasslError, RecipeError, Settings, flatten
 from massl.data.identity import DataIdentity
 from massl.failures import ToldElsewhere
+from massl.training.settings import TrainerSettings
 
 # Settings that may differ between machines of one run: where the images are, and how they are read fast.
 _OF_A_MACHINE = frozenset({"data.source", "data.num_workers", "data.worker_kind", "data.cache_gib"})
@@ -47,6 +48,16 @@ def require_equal_ranks(recipe: Settings, data: DataIdentity) -> None:
         _require_equal_code([code for code, _, _ in gathered])
         _require_equal_recipes([values for _, values, _ in gathered])
         _require_equal_images([seen for _, _, seen in gathered])
+
+
+def require_even_parts(settings: TrainerSettings) -> None:
+    """Refuse a batch that processes and accumulation steps cannot share evenly."""
+    parts = distributed.world_size() * settings.accumulation_steps
+    if settings.batch_size % parts:
+        raise RecipeError(
+            f"trainer.batch_size {settings.batch_size} cannot be split over {distributed.world_size()} processes x "
+            f"{settings.accumulation_steps} accumulation steps; make it a multiple of {parts}"
+        )
 
 
 def require_equal_steps(step: int | None) -> None:

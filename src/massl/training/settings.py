@@ -31,6 +31,14 @@ class TrainerSettings(Settings):
     skip_bad_steps: int = Field(
         default=0, ge=0, description="steps whose loss or gradients are not finite to leave out before the run stops"
     )
+    stop_when_flat: int = Field(
+        default=0, ge=0, description="end after this many probes without a higher other_view_top1; 0: never"
+    )
+    guard: Literal["auto", "off", "warn", "stop"] = Field(
+        default="auto",
+        description="if features fall below those the run started from (k-NN by 3 points): warn, or stop the run; "
+        "auto: warn if it started from trained weights, else off",
+    )
     log_every_steps: int = Field(default=50, gt=0, description="steps between rows of metrics.jsonl")
     checkpoint_every_steps: int = Field(default=1000, gt=0, description="steps between checkpoints")
     keep_checkpoints: int = Field(default=2, gt=0, description="how many of the newest checkpoints to keep")

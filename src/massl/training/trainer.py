@@ -13,14 +13,15 @@ from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.views import ViewBatch, ViewSettings
 from massl.methods.base import Method, StepHyper, StepOutput, combine
 from massl.training.bad_steps import BadSteps, origin_in
+from massl.training.best import Chooser
 from massl.training.checkpoint import CheckpointStore
-from massl.training.execution import choose_execution
+from massl.training.execution import choose_execution, peak_memory
 from massl.training.graphed_step import GraphedStep
 from massl.training.loss_watch import LossWatch, NonFiniteLoss
 from massl.training.optimizers import build_optimizer
 from massl.training.probes import Probe
 from massl.training.progress import ProgressDisplay
-from massl.training.ranks import require_equal_steps, stop_together
+from massl.training.ranks import require_equal_steps, require_even_parts, stop_together
 from massl.training.row_log import RowLog
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
@@ -28,7 +29,7 @@ from massl.training.settings import TrainerSettings
 from massl.training.step import TrainingStep
 from massl.training.stop_request import StepAbandoned, StopRequest
 from massl.training.view_maker import ViewMaker
-from massl.weights.io import BACKBONE_FILE, backbone_bytes, is_readable
+from massl.weights.io import BACKBONE_FILE, BEST_FILE, backbone_bytes, is_readable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class FitResult:
     step: int  # updates done
     finished: bool  # False: stopped by a signal; the same command continues the run
     signal_number: int | None
+    ended_early: str = ""  # why it finished before its last step
 
 
 class Trainer:
@@ -54,7 +56,7 @@ class Trainer:
         folder: RunFolder,
         device: torch.device,
     ) -> None:
-        _require_even_parts(settings)
+        require_even_parts(settings)
         self.settings, self.views, self.schedules, self.folder, self.device = settings, views, schedules, folder, device
         self.loader, self.probe, self.crop_ratio = loader, probe, crop_ratio
         self.method = method.to(device).train()
@@ -67,7 +69,7 @@ class Trainer:
             cuda_graph=settings.cuda_graph,
             device=device,
         )
-        self.optimizer = build_optimizer(self.method, schedules.optimizer)
+        self.optimizer = build_optimizer(self.method, schedules.optimizer, rate_scales=schedules.rate_scales(method))
         step = TrainingStep(
             method=self.method,
             parallel=distributed.data_parallel(self.method, device),
@@ -94,6 +96,11 @@ class Trainer:
             probe=probe,
             watch=self.watch,
             display=self.display,
+            chooser=Chooser(
+                settings,
+                has_start=lambda: folder.has_start,
+                keep=lambda: self._write_backbone(BEST_FILE),
+            ),
             settling_steps=max(schedules.steps_per_epoch, schedules.num_steps // 10),
         )
         self.stop = StopRequest(self._acknowledge, device=device)
@@ -128,6 +135,8 @@ class Trainer:
         elif self.rows.unprobed is not None:
             self._write_row(self.rows.unprobed, self.schedules.at(start_step - 1), probe=True)
             self.save(start_step)  # without the row
+        if ended := self.rows.ended_early():
+            return FitResult(step=start_step, finished=True, signal_number=None, ended_early=ended)
         self.display.start(start_step)
         clock, logged_step = time.perf_counter(), start_step
         for step in range(start_step, self.end_step):
@@ -144,10 +153,12 @@ class Trainer:
                 seconds, num_images = time.perf_counter() - clock, (done - logged_step) * self.settings.batch_size
                 self._log(output, hyper, done, images_per_second=num_images / seconds, probe=should_probe)
                 clock, logged_step = time.perf_counter(), done
-            if should_save or signal_number or done == self.end_step:
+            ended = self.rows.ended_early() if should_probe else ""
+            if should_save or signal_number or ended or done == self.end_step:
                 self.save(done)
-            if signal_number:
-                return FitResult(step=done, finished=done == self.end_step, signal_number=signal_number)
+            if signal_number or ended:
+                finished = bool(ended) or done == self.end_step
+                return FitResult(step=done, finished=finished, signal_number=signal_number or None, ended_early=ended)
         return FitResult(step=self.end_step, finished=True, signal_number=None)
 
     def _after_abandoned(self, abandoned: StepAbandoned) -> FitResult:
@@ -242,7 +253,7 @@ class Trainer:
             "weight_decay": float(hyper.weight_decay),
             **{name: float(value) for name, value in hyper.own.items()},
             "images_per_second": round(images_per_second, 1),
-            **self._peak_memory(),
+            **peak_memory(self.device),
             **{name: float(distributed.mean_over_ranks(value)) for name, value in output.metrics.items()},
             **({"skipped_steps": len(self.bad_steps.skipped)} if self.bad_steps.skipped else {}),
         }
@@ -251,11 +262,6 @@ class Trainer:
     def _write_row(self, row: dict[str, float], hyper: StepHyper, *, probe: bool) -> None:
         done = int(row["step"])
         self.rows.write(row, hyper, probe=probe, between_batches=lambda: self.stop.abandon_if_agreed(done, now=True))
-
-    def _peak_memory(self) -> dict[str, float]:
-        if self.device.type != "cuda":
-            return {}
-        return {"peak_memory_gib": round(torch.cuda.max_memory_allocated(self.device) / 2**30, 3)}
 
     def save(self, done: int) -> None:
         """Write the checkpoint and the backbone after `done` steps; 0: the weights that the run starts from."""
@@ -280,11 +286,11 @@ class Trainer:
                 write()
         distributed.barrier()
 
-    def _write_backbone(self) -> None:
+    def _write_backbone(self, name: str = BACKBONE_FILE) -> None:
         backbone, mean, std = self.method.backbone_to_evaluate(), self.views.mean, self.views.std
         about: dict[str, Any] = {"timm_arguments": backbone.timm_arguments, "image_size": self.views.global_size}
         content = backbone_bytes(backbone.model, **about, mean=mean, std=std, crop_ratio=self.crop_ratio)
-        self.folder.write_bytes(BACKBONE_FILE, content)
+        self.folder.write_bytes(name, content)
 
     def _resume(self) -> int | None:
         """Load the newest checkpoint; returns its step, or None for a new run."""
@@ -309,12 +315,3 @@ class Trainer:
         if step < self.end_step:
             self.display.say(f"continuing at step {step} of {self.end_step}")
         return step
-
-
-def _require_even_parts(settings: TrainerSettings) -> None:
-    parts = distributed.world_size() * settings.accumulation_steps
-    if settings.batch_size % parts:
-        raise RecipeError(
-            f"trainer.batch_size {settings.batch_size} cannot be split over {distributed.world_size()} processes x "
-            f"{settings.accumulation_steps} accumulation steps; make it a multiple of {parts}"
-        )

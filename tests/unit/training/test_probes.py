@@ -82,7 +82,7 @@ def test_with_labels_the_probe_scores_nearest_neighbours_and_without_it_does_not
     labelled = probe(coloured(30, labels=[i % 3 for i in range(30)])).measure(Still(), HYPER)
     assert labelled["knn_top1"] == 100.0  # colours are told apart
     unlabelled = probe(coloured(30, labels=None)).measure(Still(), HYPER)
-    assert unlabelled.keys() == {"effective_rank", "num_shown", "other_view_top1"}
+    assert unlabelled.keys() == {"effective_rank", "alpha_req", "num_shown", "other_view_top1"}
     assert unlabelled["effective_rank"] == pytest.approx(3.0, abs=0.01)
 
 
@@ -105,7 +105,7 @@ def test_doubtful_classes_are_not_shown_as_accuracy_unless_they_are_chosen(tmp_p
         Image.fromarray(pixels).save(folder / f"{number}.png")
     chosen = f"folder:{tmp_path}?labels=folders"
     doubtful = probe(open_source(tmp_path))
-    assert doubtful.measure(Still(), HYPER).keys() == {"effective_rank", "num_shown", "other_view_top1"}
+    assert doubtful.measure(Still(), HYPER).keys() == {"effective_rank", "alpha_req", "num_shown", "other_view_top1"}
     assert doubtful.raw_pixel_knn() is None
     assert probe(open_source(chosen)).measure(Still(), HYPER)["knn_top1"] == 100.0
     assert probe(open_source(tmp_path, as_before=True)).measure(Still(), HYPER)["knn_top1"] == 100.0

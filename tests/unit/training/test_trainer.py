@@ -176,10 +176,11 @@ def test_a_run_that_was_stopped_and_continued_is_the_same_bit_for_bit(
     assert fit(tmp_path).step == 6
     assert_equal(checkpoint(tmp_path, 6), checkpoint(straight_run, 6))
     expected = rows_without_timing(straight_run)
-    # A run that ends at a step probes there, so that row says more; what both say is the same.
-    assert [
-        {key: row[key] for key in wanted} for row, wanted in zip(rows_without_timing(tmp_path), expected, strict=True)
-    ] == expected
+    # A run that ends at a step probes there, so that row says more, and that probe counts as one that did not rise;
+    # what else both say is the same.
+    for row, wanted in zip(rows_without_timing(tmp_path), expected, strict=True):
+        assert {**row, "flat_probes": wanted.get("flat_probes")}.items() >= wanted.items()
+    assert (tmp_path / "best.safetensors").read_bytes() == (straight_run / "best.safetensors").read_bytes()
 
 
 def test_a_run_with_a_held_teacher_continues_bit_for_bit(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Measures of feature health: effective rank, spread, and how evenly prototypes are used."""
+"""Measures of feature health: effective rank, decay of the spectrum, spread, and how evenly prototypes are used."""
 
 from dataclasses import dataclass
 
@@ -16,6 +16,36 @@ def effective_rank(features: Tensor) -> float:  # [N, D] -> number in [1, min(N,
     shares = singular_values / singular_values.sum()
     shares = shares[shares > 0]
     return float(torch.exp(-(shares * shares.log()).sum()))
+
+
+_FIRST_EIGENVALUE, _LAST_EIGENVALUE = 5, 100  # the fit leaves out the few largest, which follow no power law
+_LEAST_SHARE = 1e-12  # of the largest eigenvalue: smaller ones are rounding errors
+
+
+def spectrum_decay(features: Tensor) -> float | None:  # [N, D] -> exponent; None: they vary in too few directions
+    """Exponent alpha of the covariance spectrum of unit features, eigenvalue i ~ i**-alpha (alpha-ReQ, Agrawal et al.,
+    2022): near 0 if all directions vary alike, large if few do.
+
+    A line through the logarithms of eigenvalues 5 to 100, at most half of them, weighted by 1 / i as in Stringer et al.
+    (2019), so that each octave counts alike.
+    """
+    rows = normalize(features.double(), dim=-1)
+    rows = rows - rows.mean(dim=0)
+    # the smaller of [D, D] and [N, N] has the same eigenvalues
+    square = rows.T @ rows if rows.shape[1] <= rows.shape[0] else rows @ rows.T
+    eigenvalues = torch.linalg.eigvalsh(square).flip(0)[: len(rows) - 1]  # centring takes one direction
+    first = min(_FIRST_EIGENVALUE, len(eigenvalues) // 4 + 1)
+    last = max(first + 1, min(_LAST_EIGENVALUE, len(eigenvalues) // 2))
+    if last > len(eigenvalues):
+        return None
+    least = max(float(eigenvalues[0]), len(rows) * _LEAST_SHARE) * _LEAST_SHARE
+    if float(eigenvalues[first - 1]) <= least:
+        return None
+    numbers = torch.arange(first, last + 1, dtype=torch.float64, device=features.device)
+    kept = eigenvalues[first - 1 : last].clamp(min=least).log()
+    weights = (1 / numbers) / (1 / numbers).sum()
+    x, y = numbers.log() - (weights * numbers.log()).sum(), kept - (weights * kept).sum()
+    return float(-(weights * x * y).sum() / (weights * x * x).sum())
 
 
 def embedding_spread(embeddings: Tensor) -> float:  # [N, D], L2-normalised -> number in [0, 1]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from massl.ops.scoring.feature_health import effective_rank, embedding_spread
+from massl.ops.scoring.feature_health import effective_rank, embedding_spread, spectrum_decay
 
 
 @given(st.integers(1, 12))
@@ -43,3 +43,20 @@ def test_the_spread_is_the_root_of_the_summed_variance() -> None:
     )
     variance = sum(float(((column - column.mean()) ** 2).mean()) for column in embeddings.T)
     assert embedding_spread(embeddings) == pytest.approx(math.sqrt(variance))
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
+def test_the_decay_of_a_spectrum_is_the_exponent_of_its_power_law(exponent: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.linalg.qr(torch.randn(96, 96, generator=generator)).Q
+    scales = torch.arange(1, 97) ** (-exponent / 2)
+    features = torch.randn(4000, 96, generator=generator) * scales @ directions
+    assert spectrum_decay(features) == pytest.approx(exponent, abs=0.06)
+    assert spectrum_decay(features[:60]) is not None  # fewer images than dimensions
+
+
+def test_features_that_vary_in_too_few_directions_have_no_spectrum() -> None:
+    assert spectrum_decay(torch.ones(9, 4)) is None
+    assert spectrum_decay(torch.zeros(5, 8)) is None
+    assert spectrum_decay(torch.randn(300, 2) @ torch.randn(2, 64)) is None
+    assert spectrum_decay(torch.randn(1, 8)) is None

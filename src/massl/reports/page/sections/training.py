@@ -143,10 +143,20 @@ def _merits(run: Run) -> list[tuple[str, str, str]]:
         ("Method", run.method, str(run.settings["backbone.name"])),
         ("Epochs", run.progress, run.state),
         *_quality(run),
+        *_chosen(run),
         ("Images/s", _number(rate, ",.0f").text, "median"),
         (f"{device_word([run])}-minutes", _minutes(run).text, f"{run.num_processes} × {run.device}"),
     ]
     return [*merits, ("Peak memory", f"{memory:.1f} GiB", "on one GPU")] if memory is not None else merits
+
+
+def _chosen(run: Run) -> list[tuple[str, str, str]]:
+    """The probe whose weights are in best.safetensors."""
+    best = run.best_row
+    if best is None:
+        return []
+    is_last = best is next(row for row in reversed(run.rows) if "best_step" in row)
+    return [("Best without labels", f"step {best['step']:,.0f}", "the last probe" if is_last else "not the last probe")]
 
 
 def _quality(run: Run) -> list[tuple[str, str, str]]:
