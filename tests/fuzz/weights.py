@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from massl.weights.io import backbone_bytes, load_backbone
 from massl.weights.models import open_model
 from tests.reliability.frame import Case, Wrong, fault_class
 from tests.reliability.mutations import mutated
+from tests.unit.weights.foreign_states import convnext, dinov2, dinov3
 
 _SETTINGS = BackboneSettings(
     name="vit_tiny_patch16_224",
@@ -136,6 +138,13 @@ def _with_metadata(metadata: dict[str, str]) -> bytes:
 
 
 @functools.cache
+def _foreign() -> list[dict[str, torch.Tensor]]:
+    """State dicts of other projects; one number in place of a tensor of the larger network."""
+    small = {key: tensor.flatten()[0].clone().expand(tensor.shape) for key, tensor in convnext().items()}
+    return [dinov2(), dinov2(num_registers=4), dinov2(swiglu=True), dinov3(), dinov3(swiglu=True), small]
+
+
+@functools.cache
 def _files() -> list[tuple[str, bytes]]:
     """Suffix and bytes of good files, in every layout that is read."""
     model, metadata, content = _original()
@@ -146,7 +155,20 @@ def _files() -> list[tuple[str, bytes]]:
             buffer = io.BytesIO()
             torch.save(layout, buffer, _use_new_zipfile_serialization=is_zip)
             found.append(("pth", buffer.getvalue()))
+    for number, layout in enumerate(_foreign()):
+        buffer = io.BytesIO()
+        torch.save(layout, buffer, _use_new_zipfile_serialization=number % 2 == 0)
+        found.append(("pth", buffer.getvalue()))
     return found
+
+
+@functools.cache
+def _weights_in(suffix: str, content: bytes) -> dict[str, torch.Tensor]:
+    """The weights that a good file gives."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"x.{suffix}"
+        path.write_bytes(content)
+        return open_model(path, num_heads=2).backbone.model.state_dict()
 
 
 @contextlib.contextmanager
@@ -158,7 +180,7 @@ def _no_network() -> Iterator[None]:
         yield
 
 
-def _read(path: Path) -> list[dict[str, torch.Tensor]]:
+def read_weights(path: Path) -> list[dict[str, torch.Tensor]]:
     """The weights that each reader accepts; a refusal must name the file and keep the terminal as it is."""
     accepted = []
     with _no_network():
@@ -186,9 +208,9 @@ def changed_bytes(case: Case) -> None:
     path = case.folder / f"x.{suffix}"
     changed = mutated(content, case.random, header=1024)
     path.write_bytes(changed)
-    accepted = _read(path)
+    accepted = read_weights(path)
     if changed != content and accepted and (content == _original()[2] or (suffix == "pth" and content[:2] == b"PK")):
-        wanted = _original()[0].state_dict()
+        wanted = _weights_in(suffix, content)
         if any(not torch.equal(state[key], value) for state in accepted for key, value in wanted.items()):
             raise Wrong("other weights were loaded than were written")
 
@@ -198,6 +220,8 @@ def odd_headers(case: Case) -> None:
     """Names, types, shapes and places of tensors that do not belong together."""
     _, metadata, _ = _original()
     content = _with_metadata(metadata if case.random.random() < 0.7 else {})
+    if case.number % 3 == 0:
+        content = safetensors.torch.save(_foreign()[case.number // 3 % 5])
     size = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
     for _ in range(int(case.random.integers(1, 4))):
@@ -229,7 +253,7 @@ def odd_headers(case: Case) -> None:
     length = len(text) if case.random.random() < 0.9 else int(case.random.choice([0, 1, 2**20, 2**40, 2**63]))
     path = case.folder / "x.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + text + data)
-    _read(path)
+    read_weights(path)
 
 
 @fault_class("weights files with hostile metadata", mib=600, quick=80, more=400)
@@ -243,7 +267,7 @@ def hostile_metadata(case: Case) -> None:
     path = case.folder / "x.safetensors"
     path.write_bytes(_with_metadata(changed))
     wanted = _original()[0].state_dict()
-    for state in _read(path):
+    for state in read_weights(path):
         if any(key not in wanted or not torch.equal(value, wanted[key]) for key, value in state.items()):
             raise Wrong("other weights were loaded than are in the file")
 
