@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 SettingsType = TypeVar("SettingsType", bound="Settings")
 
+# The beginning of a name counts as the name if it has this many letters and is this much alike.
+_MIN_PREFIX, _PREFIX_LIKENESS = 4, 0.8
 _MAX_YAML_BYTES = 2**20
 _MAX_YAML_DEPTH = 32
 _MAX_YAML_VALUES = 20_000
@@ -43,9 +45,21 @@ class Settings(BaseModel):
 
 
 def closest(word: str, candidates: typing.Iterable[str]) -> str:
-    """' Did you mean X?' for the nearest candidate, or nothing."""
-    matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.5)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+    """' Did you mean X?' for the nearest candidate, or nothing; the first of several that are equally near."""
+    likeness = {candidate: _likeness(word, candidate) for candidate in candidates}
+    best = max(likeness, key=likeness.__getitem__, default="")
+    return f" Did you mean {best!r}?" if likeness.get(best, 0.0) >= 0.5 else ""
+
+
+def _likeness(word: str, candidate: str) -> float:
+    """From 0 to 1. The beginning of a long name is like the name: vit_tinny, vit_tiny_patch16_224."""
+    matcher = difflib.SequenceMatcher(None, candidate, word)  # keeps what it knows of the second word
+    whole = matcher.ratio()
+    if min(len(word), len(candidate)) < _MIN_PREFIX or len(candidate) <= len(word):
+        return whole
+    matcher.set_seq1(candidate[: len(word)])
+    prefix = matcher.ratio()
+    return max(whole, prefix if prefix > _PREFIX_LIKENESS else 0.0)
 
 
 def validate(settings_type: type[SettingsType], values: Mapping[str, Any], *, origin: str) -> SettingsType:
@@ -59,12 +73,26 @@ def validate(settings_type: type[SettingsType], values: Mapping[str, Any], *, or
         raise RecipeError(f"{origin}: {explain(error, settings_type)}") from None
 
 
+# pydantic's kinds of problems, in the words that the command line uses
+_PROBLEMS = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float", "int_parsing_size"), "expected a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "expected a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "expected True or False"),
+    **dict.fromkeys(("tuple_type", "list_type"), "expected a list"),
+    "finite_number": "expected a finite number",
+    "string_type": "expected text",
+    "literal_error": "expected {expected}",
+    "missing": "is missing",
+}
+
+
 def explain(error: ValidationError, settings_type: type[Settings] | None = None) -> str:
     """Each problem with its dotted key and, where it is a single value, the value given."""
     problems = []
     for problem in error.errors():
         key = ".".join(str(part) for part in _without_choices(problem["loc"], settings_type))
-        message = problem["msg"].removeprefix("Value error, ")
+        words = _PROBLEMS.get(problem["type"])
+        message = words.format(**problem.get("ctx", {})) if words else problem["msg"].removeprefix("Value error, ")
         given = "" if isinstance(problem["input"], Mapping | BaseModel) else f" (got {problem['input']!r})"
         problems.append(f"{key}: {message}{given}" if key else f"{message}{given}")
     return "; ".join(problems)

@@ -68,6 +68,28 @@ def test_all_unknown_keys_are_named_at_once_and_nothing_is_guessed_for_a_word_un
     assert closest("zzz", ["price"]) == ""
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("vit_tinny", "vit_tiny_patch16_224"),
+        ("vit_small", "vit_small_patch16_224"),
+        ("resnet-50", "resnet50"),
+        ("gcvit_tinny", "gcvit_tiny"),
+        ("vit_small_patch16_244", "vit_small_patch16_224"),
+    ],
+)
+def test_the_beginning_of_a_long_name_is_nearer_than_a_short_name_with_other_letters(word: str, expected: str) -> None:
+    names = ["vit_small_patch16_224", "gcvit_tiny", "resnet50", "resnet50_clip", "vit_small_patch14", "vit_tiny_r_s16"]
+    assert closest(word, ["vit_tiny_patch16_224", *names]) == f" Did you mean {expected!r}?"
+
+
+def test_a_value_of_a_wrong_kind_is_told_in_the_words_of_the_command_line() -> None:
+    with pytest.raises(RecipeError, match=r"price: expected a number \(got 'cheap'\)"):
+        validate(Car, {"price": "cheap"}, origin="recipe")
+    with pytest.raises(RecipeError, match=r"engine\.cylinders: expected a whole number \(got 'three'\)"):
+        validate(Car, {"engine": {"cylinders": "three"}}, origin="recipe")
+
+
 def test_a_bad_value_is_named_with_its_dotted_key_and_what_was_given() -> None:
     with pytest.raises(RecipeError, match=r"engine\.cylinders.*got 0"):
         validate(Car, {"engine": {"cylinders": 0}}, origin="recipe")

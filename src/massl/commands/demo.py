@@ -38,25 +38,22 @@ def run_demo(settings: DemoSettings) -> int:
     from massl.commands.pretrain import RunInterrupted, pretrain
     from massl.commands.report.command import report
 
-    run, images = Path(settings.output).expanduser(), {"train": "demo:train", "test": "demo:test"}
+    run, train, test = Path(settings.output).expanduser(), "demo:train", "demo:test"
     results, page = run / RESULTS_FOLDER, run / PAGE_FILE
     stop = {} if settings.steps is None else {"trainer.max_steps": settings.steps}
-    _announce("pretrain", "--recipe", "demo", *_options(stop), "--output", run)
+    stop_words = [word for key, value in stop.items() for word in (f"--{key}", str(value))]
+    _announce("pretrain", "--recipe", "demo", *stop_words, "--output", run)
     try:
         trained = pretrain(recipe="demo", output=run, overrides=stop)
     except RunInterrupted as interrupted:
         trained = interrupted.result
     if not trained.finished:
         return exit_status(trained.signal_number)
-    _announce("evaluate", run, "--protocol", "knn", *_options(images), "--output", results)
-    evaluate(run, protocol="knn", output=results, **images)
+    _announce("evaluate", run, "--protocol", "knn", "--train", train, "--test", test, "--output", results)
+    evaluate(run, protocol="knn", train=train, test=test, output=results)
     _announce("report", run, "--output", page)
     print(report([run], output=page).file.absolute().as_uri())
     return 0
-
-
-def _options(values: dict[str, str] | dict[str, int]) -> list[str]:
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
 def _announce(*words: str | Path) -> None:

@@ -22,6 +22,8 @@ from massl.config import RecipeError, closest
 from massl.nn.positions import RESAMPLING_RULE, RESAMPLING_RULES
 from massl.nn.stems import use_small_image_stem
 
+# Suggested before others that a mistyped name is as near to.
+_COMMON = (*(f"vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")), "resnet18", "resnet50")
 MAX_ELEMENTS = 2**31  # of a model: 8 GiB in float32, twice timm's ViT-g
 _MAKERS = {
     *(torch.empty, torch.zeros, torch.ones, torch.full),
@@ -135,7 +137,7 @@ def checked_options(arguments: Mapping[str, Any], *, prefix: str) -> tuple[str, 
     """The model's name and the options that may go to timm; the rest is refused. `prefix` stands before keys."""
     name = arguments.get("model_name")
     if not isinstance(name, str) or not re.fullmatch(r"\w{1,100}(\.\w{1,100})?", name) or not timm.is_model(name):
-        suggestion = closest(name, timm.list_models()) if isinstance(name, str) and len(name) < 200 else ""
+        suggestion = closest(name, [*_COMMON, *timm.list_models()]) if isinstance(name, str) and len(name) < 200 else ""
         raise RecipeError(f"timm has no model {_short(name)}.{suggestion} `timm.list_models()` lists them all.")
     # `pretrained` is in recipes and files of older runs; their weights come from the checkpoint or the file
     others = ("model_name", "stem", "pretrained")

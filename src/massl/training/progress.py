@@ -19,6 +19,7 @@ _BUSY_SECONDS = 3.0  # the longest silence there before a probe or the first ste
 # The duration is announced once the pace was measured over this much, whichever comes first.
 _SURE_SECONDS, _SURE_STEPS = 5.0, 5
 _SHORT_SECONDS = 30.0  # a run of less than this needs no announcement
+_BAR_WIDTH = 12  # leaves 67 of 80 columns to the words
 
 
 def duration_text(seconds: float) -> str:
@@ -91,7 +92,7 @@ class ProgressDisplay:
         self._probe_every_steps = probe_every_steps
         has_bar = visible and self._console.is_terminal
         self._bar = Progress(
-            BarColumn(bar_width=30),
+            BarColumn(bar_width=_BAR_WIDTH),
             _LiveText(self),
             console=self._console,
             disable=not has_bar,
@@ -178,8 +179,8 @@ class ProgressDisplay:
 
     # ---- words -------------------------------------------------------------------------------------------------------
 
-    def text(self) -> str:
-        """Where the run is now."""
+    def text(self, *, width: int | None = None) -> str:
+        """Where the run is now; in a narrow terminal without the epoch, then without the speed, then the loss."""
         step = math.floor(self._steps)
         place = f"step {step}/{self._num_steps}"
         if self._busy:
@@ -189,9 +190,21 @@ class ProgressDisplay:
         if pace is None:
             return f"{place}  the first step is under way"
         images_per_second = self._batch_size / pace
-        loss = "" if math.isnan(self._loss) else f"  loss {self._loss:.4f}"
+        loss = "" if math.isnan(self._loss) else f"loss {self._loss:.4f}"
         speed = f"{images_per_second:,.0f}" if images_per_second >= 10 else f"{images_per_second:.2g}"
-        return f"{place}  epoch {step // self._steps_per_epoch}{loss}  {speed} img/s  {self._left_text()}"
+        parts = {"": place, "epoch": f"epoch {step // self._steps_per_epoch}", "loss": loss, "speed": f"{speed} img/s"}
+        parts["left"] = self._left_text()
+        for dropped in ("", "epoch", "speed", "loss"):
+            parts |= {dropped: ""} if dropped else {}
+            text = "  ".join(filter(None, parts.values()))
+            if width is None or len(text) <= width:
+                break
+        return text
+
+    @property
+    def words_width(self) -> int:
+        """Columns beside the bar and the space after it."""
+        return self._console.width - _BAR_WIDTH - 1
 
     def _left_text(self) -> str:
         seconds = self.seconds_left
@@ -240,4 +253,4 @@ class _LiveText(ProgressColumn):
         self._display = display
 
     def render(self, task: Task) -> Text:
-        return Text(self._display.text())
+        return Text(self._display.text(width=self._display.words_width), no_wrap=True, overflow="ellipsis")

@@ -1,7 +1,9 @@
+import io
 import time
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from massl.training import progress
 from massl.training.progress import Pace, ProgressDisplay, duration_text
@@ -190,3 +192,22 @@ def test_rows_are_shown_with_the_speed_they_measured(capsys: pytest.CaptureFixtu
     error = capsys.readouterr().err
     assert "step 2/4  epoch 1  loss 1.5000  lr 1.00e-01  123 img/s" in error
     assert "k-NN 50.0 %  effective rank 3.0" in error
+
+
+@pytest.mark.parametrize(("columns", "is_whole"), [(120, True), (80, True), (60, False), (40, False)])
+def test_the_line_of_the_bar_never_wraps_and_drops_the_time_left_last(
+    columns: int, is_whole: bool, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    display = ProgressDisplay(num_steps=100_000, steps_per_epoch=1000, batch_size=1024, visible=True)
+    display.start(50_000)
+    for step in range(50_001, 50_010):
+        clock.now += 0.4
+        display.advance(step, loss=5.1234)
+    shown = Console(width=columns, file=io.StringIO(), color_system=None)
+    shown.print(display._bar)
+    (line,) = shown.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(line) <= columns
+    assert ("img/s" in line and "epoch" in line) == is_whole
+    assert ("left" in line) == (columns >= 60)

@@ -15,7 +15,7 @@ from massl.data.sources.base import Contents, DataError, EncodedImage, Orientati
 from massl.data.sources.file_stamps import digest_of_files, sizes_of_files
 from massl.data.sources.folder_labels import LabelRule, find_labels
 from massl.data.sources.formats import COMMON_SUFFIXES, DEEP_SUFFIXES, describe_ignored, ignored_kind, readable_suffixes
-from massl.data.sources.listing import NOWHERE, FolderWalk, LeftOut, is_file, is_folder, why_no_file
+from massl.data.sources.listing import NOWHERE, FolderWalk, LeftOut, is_file, is_folder, names_outside, why_no_file
 from massl.data.sources.rules import DEFAULT_RULES, ReadRules, read_file
 
 _FILES_PER_REPORT = 1000
@@ -77,7 +77,7 @@ class FolderSource:
         found_labels = find_labels(self._folders, num_images, labels, path=str(root), as_before=as_before)
         self.class_names, self._folder_labels = found_labels.class_names, list(found_labels.labels)
         self.label_doubt = found_labels.doubt
-        self.remarks = (*found_labels.remarks, *ignored)
+        self.remarks = (*found_labels.remarks, *ignored, *lister.outside.described())
         # not classes here, but other parts of the set may have images of them: for messages about class names
         tops = {folder.partition("/")[0] for folder in self._folders}
         self.empty_class_folders = () if self.class_names is None else _other_folders(root, tops)
@@ -132,6 +132,7 @@ class _Lister:
         self._suffixes = suffixes
         self.num_ignored: Counter[str] = Counter()  # image files that cannot be read, by suffix
         self.left_out = LeftOut()
+        self.outside = LeftOut()
         self._num_files = 0
         self._on_listing = on_listing
 
@@ -142,10 +143,13 @@ class _Lister:
         """
         walk = FolderWalk(root, skip_hidden=True)
         self.left_out = walk.left_out
+        real_root, what = Path(os.path.realpath(root)), f"images are links to outside {root}"
         for relative, entries in walk:
-            file_names = [entry.name for entry in entries if self._is_image(entry, relative)]
-            if file_names:
-                yield relative, sorted(file_names)
+            images = [entry for entry in entries if self._is_image(entry, relative)]
+            if images:
+                if names := names_outside(images, root / relative, real_root):
+                    self.outside.add(what, [f"{relative}/{name}" if relative else name for name in names])
+                yield relative, sorted(entry.name for entry in images)
 
     def _is_image(self, entry: os.DirEntry[str], folder: str) -> bool:
         self._num_files += 1

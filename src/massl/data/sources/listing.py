@@ -3,7 +3,7 @@
 import errno
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -101,6 +101,21 @@ def why_no_file(entry: os.DirEntry[str]) -> str:
     except OSError:  # a link to itself, to nothing, or into a folder without permission
         return NOWHERE
     return "FIFOs and devices"
+
+
+def names_outside(entries: Iterable[os.DirEntry[str]], folder: Path, root: Path) -> list[str]:
+    """Names of those files of a folder that lie outside of `root` or are links to there, sorted; `root` is no link."""
+    place = Path(os.path.realpath(folder))
+    is_outside = not place.is_relative_to(root)
+    return sorted(
+        entry.name
+        for entry in entries
+        if (not _target(entry, place).is_relative_to(root) if entry.is_symlink() else is_outside)
+    )
+
+
+def _target(link: os.DirEntry[str], folder: Path) -> Path:
+    return Path(os.path.normpath(folder / Path(link.path).readlink()))
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:

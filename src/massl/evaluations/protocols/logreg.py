@@ -161,7 +161,7 @@ def score_logistic(
 
 
 def measure_logreg(extractor: Extractor, data: EvaluationData, settings: LogisticSettings) -> Iterator[Measurement]:
-    """Top-1 and top-5 accuracy on the test images of a logistic regression on the training images."""
+    """Top-1 and, for more than five classes, top-5 accuracy of a logistic regression on the training images."""
     assert data.train is not None
     assert data.test is not None
     num_classes = require_same_classes(data.train, data.test)
@@ -170,7 +170,7 @@ def measure_logreg(extractor: Extractor, data: EvaluationData, settings: Logisti
     tensors = [tensor.to(extractor.device) for tensor in (train.rows, train.labels, test.rows)]
     scores, setting = score_logistic(*tensors, num_classes=num_classes, settings=settings)
     labels = test.labels.to(extractor.device)
-    for num_best in (1, 5):
+    for num_best in (1, 5) if num_classes > 5 else (1,):
         value = top_accuracy(scores, labels, num_best=num_best)
         yield Measurement(data=data.name, setting=setting, metric=f"top{num_best}", value=value, num_samples=len(test))
 

@@ -111,6 +111,19 @@ def test_a_link_back_to_a_parent_ends_but_a_link_elsewhere_is_followed(tmp_path:
     assert keys(scan(tmp_path / "root")) == ["a/x.jpg", "a/z.jpg", "b/y.jpg"]
 
 
+def test_images_that_lie_outside_of_the_folder_are_counted_and_named(tmp_path: Path) -> None:
+    touch(tmp_path / "root", "a/x.jpg", "a/y.jpg")
+    touch(tmp_path / "elsewhere", "1.jpg", "2.jpg", "deeper/3.jpg", "note.txt")
+    (tmp_path / "root/a/inside.jpg").symlink_to("x.jpg")
+    assert not any("links" in remark for remark in scan(tmp_path / "root").remarks)
+    (tmp_path / "root/a/z.jpg").symlink_to("../../elsewhere/1.jpg")
+    (tmp_path / "root/b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "shortcut").symlink_to(tmp_path / "root")  # the folder itself may be given by a link
+    for root in (tmp_path / "root", tmp_path / "shortcut"):
+        (said,) = [remark for remark in scan(root).remarks if "links" in remark]
+        assert said == f"4 images are links to outside {root} (a/z.jpg, b/1.jpg, b/2.jpg, ...)"
+
+
 def test_an_empty_missing_or_non_folder_says_what_was_expected(tmp_path: Path) -> None:
     touch(tmp_path, "empty/notes.txt", "file.jpg")
     with pytest.raises(DataError, match=r"no images.* \.jpg "):
