@@ -3,7 +3,7 @@
 import contextlib
 import datetime
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -67,6 +67,12 @@ def gather_objects(value: Value) -> list[Value]:
     if world_size() > 1:
         dist.all_gather_object(gathered, value)
     return gathered
+
+
+def copy_from_main(tensors: Iterable[Tensor]) -> None:
+    """Give every rank the values of rank 0."""
+    for tensor in tensors if world_size() > 1 else ():
+        dist.broadcast(tensor, src=0)
 
 
 def gather_rows(rows: Tensor) -> Tensor:  # [n, ...] on each rank -> [n * world_size, ...], in rank order

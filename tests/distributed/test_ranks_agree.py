@@ -86,8 +86,8 @@ def test_two_ranks_start_from_the_weights_of_a_run(start: Any, make_folder: Any,
     photos = make_folder("photos", 16)
     assert [answer.status for answer in start(photos)] == [0, 0]
     shutil.move(tmp_path / "run", tmp_path / "old")
-    answers = start(photos, "--start_from", tmp_path / "old")
+    answers = start(photos, "--init", tmp_path / "old")
     assert [answer.status for answer in answers] == [0, 0], answers[0].text
     assert "step 2; optimizer" in answers[0].text
     assert runs.state(tmp_path / "run")["step"] == 2
-    assert_refused(start(tmp_path / "photos", "--start_from", tmp_path / "nowhere"), "started from")
+    assert_refused(start(tmp_path / "photos", "--init", tmp_path / "nowhere"), "started from")

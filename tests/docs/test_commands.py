@@ -98,7 +98,7 @@ def status_of(arguments: list[str]) -> int | str | None:
 
 
 def check_pretrain(options: list[str]) -> None:
-    # --output alone continues a run, --start_from takes the recipe of one; there is none here
+    # --output alone continues a run, --init takes the recipe of one; there is none here
     own = [] if "--recipe" in options else ["--recipe", "massl-vits16", "--data.source", "photos/"]
     call = parse_pretrain([*own, *options])
     assert call.recipe.data.source, "which images?"

@@ -137,11 +137,11 @@ def test_more_epochs_are_a_new_run_from_the_old_weights(
     before = contents(old)
     answer = train("old", archive, "--trainer.epochs", "9")
     assert answer.status == 1
-    assert f"massl pretrain --start_from {old} --output" in answer.text
-    start = ["--start_from", old, "--output", new, "--trainer.epochs", "9", "--trainer.max_steps", "5"]
+    assert f"massl pretrain --init {old} --output" in answer.text
+    start = ["--init", old, "--output", new, "--trainer.epochs", "9", "--trainer.max_steps", "5"]
     answer = massl_here("pretrain", *start)
     assert answer.status == 0, answer.text
-    assert f"starting from the weights of {old}, step 3" in answer.text
+    assert f"starting from all weights of {old}, step 3" in answer.text
     assert contents(old) == before
     assert json.loads((new / "start.json").read_text()) == {"from": str(old), "step": 3}
     assert [row["step"] for row in runs.rows(new)] == [0, 1, 2, 3, 4, 5]
@@ -169,10 +169,10 @@ def test_a_run_from_other_weights_killed_anywhere_ends_bit_for_bit_alike(
     assert train("old", archive).status == 0
 
     def start(name: str) -> list[str | Path]:
-        return ["pretrain", "--start_from", tmp_path / "old", "--output", tmp_path / name, "--trainer.epochs", "9"]
+        return ["pretrain", "--init", tmp_path / "old", "--output", tmp_path / name, "--trainer.epochs", "9"]
 
     whole = massl.pretrain(
-        start_from=tmp_path / "old", output=tmp_path / "whole", overrides={"trainer": {"epochs": 9, "max_steps": 5}}
+        init=tmp_path / "old", output=tmp_path / "whole", overrides={"trainer": {"epochs": 9, "max_steps": 5}}
     )
     assert whole.step == 5
     assert server.run(*start("run"), "--trainer.max_steps", "5", **hooks).status == -9
@@ -184,11 +184,11 @@ def test_a_run_from_other_weights_killed_anywhere_ends_bit_for_bit_alike(
 def test_a_run_cannot_change_where_it_started(train: Any, archive: Path, tmp_path: Path) -> None:
     assert train("old", archive).status == 0
     assert train("run", archive).status == 0
-    answer = train("run", archive, "--start_from", tmp_path / "old")
+    answer = train("run", archive, "--init", tmp_path / "old")
     assert answer.status == 1
     assert "random weights" in answer.text
     with pytest.raises(RunFolderError, match="another output"):
-        massl.pretrain(output=tmp_path / "run", start_from=tmp_path / "old")
+        massl.pretrain(output=tmp_path / "run", init=tmp_path / "old")
 
 
 @pytest.mark.parametrize(

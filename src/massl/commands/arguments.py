@@ -120,6 +120,8 @@ def _in_words(metavar: str) -> str:
     return ", then ".join(one) + (", any number of times" if metavar.startswith("[") else "")
 
 
+_ALIASES = {"source": ("--data",), "weights": ("--init",)}  # short for --data.source and --init.weights
+
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +142,7 @@ def _fields_of(info: StructTypeInfo) -> StructConstructorSpec | None:
             text = "the method to train; the recipe's values for it become the defaults"
         configuration = tyro.conf.arg(
             help_behavior_hint=_hint(text, default),
-            aliases=("--data",) if name == "source" else None,  # short for --data.source
+            aliases=_ALIASES.get(name),
         )
         annotated: Any = Annotated[field_type, configuration]
         fields.append(StructFieldSpec(name=name, type=annotated, default=default, helptext=text or None))

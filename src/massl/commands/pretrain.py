@@ -26,6 +26,7 @@ from massl.commands.run_messages import (
     caution_on_duration,
     summarise,
 )
+from massl.commands.start import Start, decide_start, load_start
 from massl.config import RecipeError, dotted
 from massl.data.identity import identify
 from massl.data.loading.cache import ImageCache
@@ -43,7 +44,6 @@ from massl.training.probes import Probe
 from massl.training.ranks import require_equal_ranks, stop_together
 from massl.training.run_folder import RunFolder
 from massl.training.schedules import Schedules
-from massl.training.start_weights import load_start
 from massl.training.trainer import FitResult, Trainer
 
 
@@ -71,7 +71,7 @@ def pretrain(
     recipe: str | Path | PretrainRecipe | None = None,
     overrides: Mapping[str, Any] | None = None,
     minutes: float | None = None,
-    start_from: str | Path | None = None,
+    init: str | Path | None = None,
 ) -> PretrainResult:
     """Learn visual features from unlabelled images.
 
@@ -79,28 +79,28 @@ def pretrain(
     name, a YAML file or a PretrainRecipe; without one, `auto` chooses every value and says why. `overrides` changes
     single values, e.g. {"trainer.epochs": 20} or {"trainer": {"epochs": 20}}; `minutes` sets the length instead of
     epochs. The run is kept in the folder `output` (default: runs/ and the name of the images); the same call again, or
-    `output` alone, continues it where it stopped. `start_from` names the folder of another run whose weights a new run
-    starts from.
+    `output` alone, continues it where it stopped. `init` names existing weights that a new run starts
+    from: another run, a weights file, or a timm name with a tag such as `vit_small_patch16_224.dino`.
 
     Ctrl-C saves a checkpoint, then raises KeyboardInterrupt. SIGTERM, SIGHUP and SIGUSR1 save one too and return a
     result that is not `finished` and names the signal.
     """
     path = Path(output or default_output(data)).expanduser()
-    start = None if start_from is None else Path(start_from).expanduser().resolve()
-    found = resolve(recipe, data=data, overrides=overrides or {}, run=path, start_from=start, minutes=minutes)
-    resolved = found.recipe
-    folder = RunFolder(path, resolved)
-    if not folder.has_begun:  # a run of an older version goes on with the weights it has
-        refuse_published_weights(resolved.backbone)
-    device = choose_device(resolved.trainer.device, option="trainer.device")
+    found = resolve(recipe, data=data, overrides=overrides or {}, run=path, init=init, minutes=minutes)
+    named = dotted(overrides or {}, PretrainRecipe)
+    device = choose_device(found.recipe.trainer.device, option="trainer.device")
     distributed.start(device.type)
     console = message_console(quiet=not distributed.is_main())
     try:
+        start = decide_start(found.recipe, init, path=path, given=named, console=console)
+        resolved = start.recipe
+        folder = RunFolder(path, resolved)
+        if not folder.has_begun:  # a run of an older version goes on with the weights it has
+            refuse_published_weights(resolved.backbone)
         announce_run(resolved, folder, console)
         with stop_together():
             as_before = folder.lists_as_before
             rules = resolved.data.rules(folder.known_ranges)
-            named = dotted(overrides or {}, PretrainRecipe)
             is_named = data is not None or "data.source" in named
             download_named(named, "probes.database", "probes.queries")
             source = open_images(resolved.data.source, as_before=as_before, rules=rules, may_download=is_named)
@@ -108,12 +108,12 @@ def pretrain(
         require_equal_ranks(resolved, identity)
         folder = replace(folder, data=identity)
         accept_changes = resolved.data.accept_changes
-        claimed = folder.claimed(is_writer=distributed.is_main(), accept_changes=accept_changes, start_from=start)
+        claimed = folder.claimed(is_writer=distributed.is_main(), accept_changes=accept_changes)
         with claimed, host_threads_for(device):
             if found.plan is not None and distributed.is_main():
                 folder.write_text(PLAN_FILE, found.explanation)
             require_memory(resolved, source, device, console)
-            result = _train(resolved, source, folder, device, console)
+            result = _train(start, source, folder, device, console)
     finally:
         distributed.stop()
     rows = read_metrics(folder.path / "metrics.jsonl")
@@ -133,9 +133,8 @@ def main(arguments: Sequence[str]) -> int:
         return exit_status(interrupted.result.signal_number)
 
 
-def _train(
-    recipe: PretrainRecipe, source: ImageSource, folder: RunFolder, device: torch.device, console: Console
-) -> FitResult:
+def _train(start: Start, source: ImageSource, folder: RunFolder, device: torch.device, console: Console) -> FitResult:
+    recipe = start.recipe
     cautions = Cautions(console, printed=[remark for remark in remarks_of(source) if "caution: " in remark])
     skipped = SkippedImages(console)
     source, held = held_out(source, recipe.data.hold_out) if recipe.data.hold_out > 0 else (source, None)
@@ -147,8 +146,8 @@ def _train(
     steps = trainer.store.steps()
     if (duration := caution_on_duration(recipe, trainer, len(source), console)) is not None:
         cautions.add(duration, keep=not steps)  # it says other numbers whenever the run is continued
-    if folder.start_from is not None and not steps:
-        _load_start(trainer, folder.start_from, console)
+    if recipe.init.weights is not None and not steps:
+        load_start(trainer, start, console)
     if max(steps, default=0) < trainer.end_step:
         if distributed.is_main():  # a finished run keeps the name of the machine that made it
             environment = describe_environment(device, before=folder.path / ENVIRONMENT_FILE)
@@ -181,6 +180,7 @@ def _build(
         batch_size=batch_size,
         epochs=recipe.trainer.epochs,
         steps_per_epoch=order.steps_per_epoch,
+        init=recipe.init,
     )
     announce_plan(recipe, schedules, len(source), device, console)
     with working(console, "building the networks"):
@@ -237,19 +237,6 @@ def _open_probe(
         on_skip=on_skip,
         as_before=as_before,
     )
-
-
-def _load_start(trainer: Trainer, run: Path, console: Console) -> None:
-    """Take the weights of another run and keep them as step 0; all processes read them from there."""
-    with stop_together():
-        if distributed.is_main():
-            step, unfit = load_start(trainer.method, run, warn=lambda message: print_line(console, message))
-            trainer.folder.write_start(run, step=step)
-            anew = f"; of another shape, so also anew: {', '.join(unfit)}" if unfit else ""
-            print_line(
-                console, f"starting from the weights of {run}, step {step}; optimizer and schedules start anew{anew}"
-            )
-    trainer.save(0)
 
 
 def _training_plan(recipe: PretrainRecipe, source: ImageSource) -> TrainingPlan:

@@ -23,6 +23,7 @@ from massl.data.views import ViewSettings
 from massl.methods import METHODS, AnyMethodSettings
 from massl.methods.massl import MaSSLSettings
 from massl.nn.backbone import BackboneSettings
+from massl.training.init_settings import InitSettings
 from massl.training.optimizers import OptimizerSettings
 from massl.training.probes import ProbeSettings
 from massl.training.settings import TrainerSettings
@@ -35,6 +36,7 @@ class PretrainRecipe(Settings):
     views: ViewSettings = ViewSettings()
     backbone: BackboneSettings = BackboneSettings()
     method: AnyMethodSettings = MaSSLSettings()
+    init: InitSettings = InitSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     trainer: TrainerSettings = TrainerSettings()
     probes: ProbeSettings = ProbeSettings()

@@ -51,7 +51,14 @@ _START = "start.json"
 PLAN_FILE = "plan.txt"  # what the recipe auto chose, and why
 _OWN = frozenset({_LOCK, _START, PLAN_FILE, *DataRecord.FILES})  # written before training
 _LOGS = ("metrics.jsonl", "metrics.rejected.jsonl", "warnings.jsonl", "warnings.rejected.jsonl")
-_FILES = (*sorted(_OWN), "recipe.yaml", "environment.json", BACKBONE_FILE, BEST_FILE, *_LOGS)  # all that training writes
+_FILES = (
+    *sorted(_OWN),
+    "recipe.yaml",
+    "environment.json",
+    BACKBONE_FILE,
+    BEST_FILE,
+    *_LOGS,
+)  # all that training writes
 _FOLDERS = ("checkpoints", "tensorboard")
 _MAX_START_BYTES = 1 << 20
 
@@ -111,7 +118,7 @@ class RunFolder:
 
     @property
     def start_from(self) -> Path | None:
-        """The run whose weights this run started from; None: random weights."""
+        """The weights this run started from, a path or a name; None: random weights."""
         file = self.path / _START
         if not file.exists():
             return None
@@ -130,9 +137,7 @@ class RunFolder:
         self.write_json(_START, {"from": str(run), "step": step})
 
     @contextlib.contextmanager
-    def claimed(
-        self, *, is_writer: bool, accept_changes: bool = False, start_from: Path | None = None
-    ) -> Iterator[None]:
+    def claimed(self, *, is_writer: bool, accept_changes: bool = False) -> Iterator[None]:
         """Lock the folder while inside, and record recipe and images; only the writing process does so.
 
         If the folder cannot be used, all processes stop. `accept_changes`: the images may differ from those before.
@@ -149,10 +154,9 @@ class RunFolder:
                         held.enter_context(self._removed_unless_begun(missing))
                     self._refuse_lost_checkpoints()
                     self._refuse_other_recipe()
-                    self._refuse_other_start(start_from)
                     if self.data is not None and self.has_begun and not accept_changes:
                         DataRecord(self.path).refuse_changes(self.data)
-                    self._record(start_from)
+                    self._record()
             yield
 
     def _refuse_foreign_folder(self) -> None:
@@ -227,13 +231,11 @@ class RunFolder:
                         folder.rmdir()
             raise
 
-    def _record(self, start_from: Path | None) -> None:
+    def _record(self) -> None:
         try:
             for file in (*self.path.iterdir(), *self.checkpoints.glob("*")):
                 if is_leftover(file):
                     file.unlink()
-            if start_from is not None and not self.has_begun:
-                self.write_start(start_from)
             if self.data is not None:
                 steps = CheckpointStore(self.checkpoints, keep_last=1).steps()
                 DataRecord(self.path).write(self.data, after_step=max(steps, default=0), is_new=not self.has_begun)
@@ -257,20 +259,6 @@ class RunFolder:
         """Of images with more than 8 bits, if the run has begun; None: they are sampled."""
         return DataRecord(self.path).ranges if self.has_begun else None
 
-    def _refuse_other_start(self, start_from: Path | None) -> None:
-        """A run that has begun keeps its start, which may be named again; a new one needs a run with weights."""
-        if start_from is None:
-            return
-        if not self.has_begun:
-            if not CheckpointStore(start_from / "checkpoints", keep_last=1).steps():
-                raise RunFolderError(f"--start_from {start_from} has no checkpoint; name the --output of another run")
-        elif start_from != self.start_from:
-            began = f"from {self.start_from}" if self.start_from else "from random weights"
-            raise RunFolderError(
-                f"{self.path} holds a run that started {began}; choose another --output for one that starts from "
-                f"{start_from}"
-            )
-
     def _refuse_other_recipe(self) -> None:
         if not self.has_begun:
             return
@@ -293,7 +281,7 @@ class RunFolder:
             if now.get("trainer.epochs", 0) > before.get("trainer.epochs", 0):
                 advice += (
                     " To train for longer, start a new run from its weights: "
-                    f"massl pretrain --start_from {shlex.quote(str(self.path))} --output NEW_FOLDER --trainer.epochs "
+                    f"massl pretrain --init {shlex.quote(str(self.path))} --output NEW_FOLDER --trainer.epochs "
                     f"{now['trainer.epochs']}"
                 )
             raise RunFolderError(f"{self.path} holds a run of another recipe: {'; '.join(differences)}. {advice}")

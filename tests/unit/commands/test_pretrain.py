@@ -95,8 +95,8 @@ def test_a_refused_start_leaves_nothing(
 
 
 def test_a_start_from_a_folder_without_weights_leaves_nothing(recipe: Path, archive: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError):
-        massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", start_from=tmp_path / "none")
+    with pytest.raises(MasslError, match="is no model"):
+        massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", init=tmp_path / "none")
     assert not (tmp_path / "run").exists()
 
 

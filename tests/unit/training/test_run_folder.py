@@ -112,11 +112,11 @@ def test_values_that_became_free_do_not_bind_older_checkpoints(tmp_path: Path) -
 
 def test_more_epochs_are_refused_with_the_way_to_train_for_longer(tmp_path: Path) -> None:
     claim(tmp_path)
-    with pytest.raises(RunFolderError, match=rf"trainer\.epochs was 14, now 20.*--start_from {tmp_path} --output"):
+    with pytest.raises(RunFolderError, match=rf"trainer\.epochs was 14, now 20.*--init {tmp_path} --output"):
         claim(tmp_path, trainer__epochs=20)
     with pytest.raises(RunFolderError, match=r"trainer\.epochs was 14, now 5") as caught:
         claim(tmp_path, trainer__epochs=5)
-    assert "--start_from" not in str(caught.value)
+    assert "--init" not in str(caught.value)
 
 
 def images(digest: str, source: str = "photos") -> DataIdentity:
@@ -172,49 +172,19 @@ def test_images_may_still_be_corrected_until_training_begins(tmp_path: Path) -> 
     assert json.loads((tmp_path / "data.json").read_text())["changes"] == []
 
 
-def run_with_weights(path: Path) -> Path:
-    (path / "checkpoints").mkdir(parents=True)
-    (path / "checkpoints" / "step_000000003.pt").touch()
-    return path
-
-
-def test_a_start_without_weights_is_refused_and_not_kept(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "new", recipe())
-    with (
-        pytest.raises(RunFolderError, match=r"--start_from .* has no checkpoint"),
-        folder.claimed(is_writer=True, start_from=tmp_path / "nowhere"),
-    ):
-        pass
-    assert folder.start_from is None
-
-
 def test_a_run_keeps_where_it_started(tmp_path: Path) -> None:
-    start, folder = run_with_weights(tmp_path / "old"), RunFolder(tmp_path / "new", recipe())
-    with folder.claimed(is_writer=True, start_from=start):
+    folder = RunFolder(tmp_path / "new", recipe())
+    with folder.claimed(is_writer=True):
+        assert folder.start_from is None
+        folder.write_start(tmp_path / "old", step=3)
         (folder.path / "metrics.jsonl").touch()
-    assert folder.start_from == start
-    for given in (start, None):
-        with folder.claimed(is_writer=True, start_from=given):
-            assert folder.start_from == start
-    with (
-        pytest.raises(RunFolderError, match="started from"),
-        folder.claimed(is_writer=True, start_from=tmp_path / "other"),
-    ):
-        pass
-
-
-def test_a_run_that_began_from_random_weights_takes_no_others(tmp_path: Path) -> None:
-    claim(tmp_path)
-    with (
-        pytest.raises(RunFolderError, match="random weights"),
-        RunFolder(tmp_path, recipe()).claimed(is_writer=True, start_from=tmp_path / "old"),
-    ):
-        pass
+    with folder.claimed(is_writer=True):
+        assert folder.start_from == tmp_path / "old"
 
 
 def test_a_folder_left_before_its_recipe_was_written_may_be_used_again(tmp_path: Path) -> None:
-    start, folder = run_with_weights(tmp_path / "old"), RunFolder(tmp_path / "new", recipe(), images("a"))
-    with folder.claimed(is_writer=True, start_from=start):
+    folder = RunFolder(tmp_path / "new", recipe(), images("a"))
+    with folder.claimed(is_writer=True):
         folder.recipe_file.unlink()
     claim(folder.path)
 
@@ -371,4 +341,4 @@ def test_the_command_of_an_advice_can_be_pasted_whatever_the_folder_is_called(tm
     with pytest.raises(RunFolderError) as caught:
         claim(run, trainer__epochs=20)
     command = str(caught.value).partition("from its weights: ")[2]
-    assert shlex.split(command)[:4] == ["massl", "pretrain", "--start_from", str(run)]
+    assert shlex.split(command)[:4] == ["massl", "pretrain", "--init", str(run)]
