@@ -18,7 +18,7 @@ from massl.commands.console import print_line, require_writable
 from massl.commands.images import UnreadableLeftOut, open_images
 from massl.commands.model import ModelSettings, model_on_device
 from massl.commands.patches import patch_folder, write_patches
-from massl.config import MasslError, merge, validate
+from massl.config import MasslError, closest, merge, validate
 from massl.data.keys import stored_key
 from massl.data.loading.given_images import GivenImage, given_source
 from massl.data.loading.range_sample import settle_ranges
@@ -26,7 +26,7 @@ from massl.data.sources import ImageSource
 from massl.data.sources.base import Pixels
 from massl.digests import DIGEST_TO_COME, seal_safetensors_file
 from massl.evaluations.features import Extractor
-from massl.evaluations.named_features import FEATURE_LINES, PATCHES
+from massl.evaluations.named_features import FEATURE_LINES, FEATURES, PATCHES
 from massl.files import replacing
 
 Images = str | Path | Pixels | Sequence[GivenImage]
@@ -54,7 +54,10 @@ class EmbedSettings(ModelSettings):
 
     @model_validator(mode="after")
     def _format_is_known(self) -> "EmbedSettings":
-        ending = Path(self.output).suffix
+        ending, features = Path(self.output).suffix, (*FEATURES, PATCHES)
+        if self.feature not in (None, *features):
+            near, known = closest(str(self.feature), features), ", ".join(features)
+            raise ValueError(f"there is no feature {self.feature!r}.{near} Known: {known}")
         if self.feature == PATCHES:
             if ending in WRITERS:
                 raise ValueError(f"output is {self.output!r}, but {PATCHES} are written to a folder; name one")

@@ -68,7 +68,7 @@ class PatchFolder:
         return {
             "weights": self.extractor.model.fingerprint,
             "images": self.source.fingerprint(),
-            "preprocessing": json.dumps(self.preprocessing),
+            **{name: str(value) for name, value in self.preprocessing.items()},
             "precision": settings.precision,
             "decoder": settings.decoder,
             "images_per_file": str(self.images_per_file),
@@ -138,7 +138,6 @@ def _whole_files(folder: PatchFolder) -> dict[int, LeftOut]:
     """File -> images left out of it, for all files that are there and whole. The processes share the checks."""
     found: dict[int, LeftOut] = {}
     with folder.extractor.failing_together():
-        folder.require_own()
         for number in range(distributed.rank(), len(folder.ranges), distributed.world_size()):
             path, images = folder.file(number), folder.ranges[number]
             if path.exists() or path.is_symlink():
@@ -147,6 +146,7 @@ def _whole_files(folder: PatchFolder) -> dict[int, LeftOut]:
                     found[number] = dict.fromkeys(numbers, "it could not be read before")
                 except DamagedFile as error:
                     folder.extractor.say(f"{path}: {error}; it is computed again")
+        folder.require_own()
     return {number: left for of_rank in distributed.gather_objects(found) for number, left in of_rank.items()}
 
 
