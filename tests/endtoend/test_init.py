@@ -1,0 +1,190 @@
+"""--init: runs that start from existing weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import massl
+from massl.commands.recipe import PretrainRecipe
+from massl.config import MasslError, read_yaml
+from massl.methods import METHODS
+from massl.training.checkpoint import load_checkpoint
+from massl.weights.models import open_model
+
+QUIET = {"probes.every_epochs": 0, "trainer.log_every_steps": 1, "trainer.checkpoint_every_steps": 1}
+QUIET |= {"trainer.keep_checkpoints": 50}
+HEAD = {"hidden_dim": 32, "out_dim": 16}
+SMALL: dict[str, dict[str, Any]] = {
+    "massl": {},
+    "dino": {"head": HEAD, "prototypes": {"num_prototypes": 32}},
+    "ibot": {"head": HEAD, "prototypes": {"num_prototypes": 32}},
+    "mae": {"decoder": {"dim": 16, "depth": 1, "num_heads": 2}},
+    "mocov3": {"projector": HEAD, "predictor": {"hidden_dim": 32}},
+    "nnclr": {"projector": HEAD, "predictor": {"hidden_dim": 32}, "memory": {"num_rows": 32}},
+    "carp": {"head": HEAD, "prototypes": {"num_prototypes": 32, "block_size": 8}},
+    "supervised": {"num_classes": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def old(recipe: Path, archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of massl, three steps long."""
+    path = tmp_path_factory.mktemp("old") / "run"
+    overrides = QUIET | {"trainer.max_steps": 3, "views.mean": [0.5, 0.5, 0.5]}
+    massl.pretrain(archive, recipe=recipe, output=path, overrides=overrides)
+    return path
+
+
+@pytest.fixture
+def start(recipe: Path, archive: Path, tmp_path: Path) -> Callable[..., Path]:
+    def run(name: str, init: str | Path, *, steps: int = 3, **overrides: Any) -> Path:
+        given = QUIET | {"trainer.max_steps": steps, "init.head_epochs": 0.5} | overrides
+        massl.pretrain(archive, recipe=recipe, output=tmp_path / name, init=init, overrides=given)
+        return tmp_path / name
+
+    return run
+
+
+def backbones(run: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights and running averages of each backbone of a checkpoint."""
+    method = load_checkpoint(run / "checkpoints" / f"step_{step:09d}.pt")["method"]
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in method.items():
+        owner, mark, rest = name.partition("backbone.model.")
+        if mark:
+            found.setdefault(owner, {})[rest] = value
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_starts_from_a_backbone_and_keeps_it_while_the_head_learns(
+    name: str, old: Path, start: Callable[..., Path], archive: Path, recipe: Path, tmp_path: Path
+) -> None:
+    values = read_yaml(recipe) | {"method": {"name": name, **SMALL[name]}}
+    if name != "massl":
+        own = tmp_path / "recipe.yaml"
+        own.write_text(PretrainRecipe.model_validate(values).model_dump_json())
+    else:
+        own = recipe
+    overrides = QUIET | {"trainer.max_steps": 5, "init.head_epochs": 0.5, "init.part": "backbone"}
+    run = massl.pretrain(archive, recipe=own, output=tmp_path / "run", init=old, overrides=overrides).folder
+    expected = open_model(old).backbone.model.state_dict()
+    for step in (0, 3):  # three of the six steps of an epoch
+        for found in backbones(run, step).values():
+            assert found.keys() == expected.keys()
+            assert all(value.equal(expected[key]) for key, value in found.items())
+    (first, *_) = backbones(run, 5).values()
+    assert not all(value.equal(expected[key]) for key, value in first.items())
+    before, after = (load_checkpoint(run / "checkpoints" / f"step_{step:09d}.pt") for step in (0, 3))
+    assert any(not after["method"][key].equal(value) for key, value in before["method"].items())  # the head has learnt
+    assert len(after["optimizer"]["state"]) < len(
+        load_checkpoint(run / "checkpoints/step_000000005.pt")["optimizer"]["state"]
+    )
+
+
+def test_a_run_of_the_same_method_goes_on_without_a_jump_of_the_loss(
+    recipe: Path, archive: Path, runs: Any, tmp_path: Path
+) -> None:
+    old, short = tmp_path / "old", QUIET | {"trainer.max_steps": 1}
+    massl.pretrain(archive, recipe=recipe, output=old, overrides=QUIET)
+    losses = [row["loss"] for row in runs.rows(old)]
+    new = massl.pretrain(archive, recipe=recipe, output=tmp_path / "new", init=old, overrides=short).metrics[0]
+    random = massl.pretrain(archive, recipe=recipe, output=tmp_path / "random", overrides=short).metrics[0]
+    assert new["teacher_temperature"] == 0.07 != random["teacher_temperature"]  # its warm-up is over
+    last = losses[-6:]  # the last epoch
+    assert min(last) - 0.1 < new["loss"] < max(last) + 0.1
+    assert not min(last) - 0.1 < random["loss"] < max(last) + 0.1
+    kept = load_checkpoint(tmp_path / "new" / "checkpoints" / "step_000000000.pt")["method"]
+    assert all(value.equal(kept[key]) for key, value in runs.state(old)["method"].items())
+
+
+def test_the_memory_is_filled_with_embeddings_of_the_new_images(old: Path, start: Any) -> None:
+    filled = start("filled", old, steps=1, **{"init.part": "backbone"})
+    empty = start("empty", old, steps=1, **{"init.part": "backbone", "init.fill_memory": False})
+    one, other = (
+        load_checkpoint(run / "checkpoints/step_000000000.pt")["method"]["memory.rows"] for run in (filled, empty)
+    )
+    assert not (one == other).all(dim=1).any()
+    torch.testing.assert_close(one.norm(dim=1), torch.ones(len(one)))
+    spread = [(rows @ rows.T).abs().mean() for rows in (one, other)]
+    assert spread[0] > spread[1] + 0.1  # embeddings are alike, random rows are not
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_run_stopped_in_either_phase_continues_bit_for_bit_without_the_model(
+    at: int, old: Path, start: Any, runs: Any, archive: Path, recipe: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model.safetensors"
+    model.write_bytes((old / "backbone.safetensors").read_bytes())
+    whole = start("whole", model, steps=6)
+    if at:
+        start("run", model, steps=at)
+    else:
+        start("run", model, steps=1)
+        for file in (tmp_path / "run" / "checkpoints").glob("step_000000001.pt"):
+            file.unlink()
+    model.unlink()
+    run = start("run", model, steps=6)  # the same command
+    assert read_yaml(run / "recipe.yaml")["init"]["part"] == "backbone"
+    runs.assert_bitwise_equal(run, whole)
+
+
+@pytest.mark.slow
+def test_a_batch_in_parts_trains_the_same_and_bf16_runs(old: Path, start: Any) -> None:
+    options = {"init.part": "backbone", "trainer.accumulation_steps": 2}
+    runs = [start("parts", old, steps=5, **options), start("whole", old, steps=5, **{"init.part": "backbone"})]
+    one, other = (backbones(run, 5)["teacher."] for run in runs)
+    for key, value in one.items():
+        torch.testing.assert_close(value, other[key], rtol=1e-3, atol=1e-4)
+    start("bf16", old, steps=5, **{"init.part": "backbone", "trainer.precision": "bf16"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["test_resnet", "test_convnext"])
+def test_convolutional_networks_keep_weights_and_running_averages_while_frozen(
+    name: str, start: Any, recipe: Path, archive: Path, tmp_path: Path
+) -> None:
+    backbone = {"backbone": {"name": name, "image_size": None, "patch_size": None, "timm_options": {}}}
+    given: dict[str, Any] = {"views.global_size": 32, "views.num_local": 0, "method.head.batch_norm": True}
+    first = massl.pretrain(
+        archive, recipe=recipe, output=tmp_path / "old", overrides=QUIET | backbone | given | {"trainer.max_steps": 2}
+    )
+    expected = open_model(first.folder).backbone.model.state_dict()
+    run = start("run", first.folder, steps=5, **given, **{"init.part": "backbone"})
+    for found in backbones(run, 3).values():
+        assert all(value.equal(expected[key]) for key, value in found.items())
+    moved = [key for key, value in backbones(run, 5)["student."].items() if not value.equal(expected[key])]
+    assert any("weight" in key for key in moved)
+    assert name == "test_convnext" or any("running_mean" in key for key in moved)
+
+
+def test_architecture_and_colours_come_from_the_model_and_what_is_named_must_agree(old: Path, start: Any) -> None:
+    run = start("run", old / "backbone.safetensors", steps=1, **{"views.global_size": 20})
+    values = read_yaml(run / "recipe.yaml")
+    assert values["views"]["mean"] == [0.5, 0.5, 0.5]
+    assert (values["backbone"]["image_size"], values["views"]["global_size"]) == (16, 20)
+    named = start("named", old / "backbone.safetensors", steps=1, **{"views.mean": [0.4, 0.4, 0.4]})
+    assert read_yaml(named / "recipe.yaml")["views"]["mean"] == [0.4, 0.4, 0.4]
+    with pytest.raises(MasslError, match=r"backbone\.image_size 32 does not agree with init"):
+        start("other", old, **{"backbone.image_size": 32})
+    with pytest.raises(MasslError, match=r"names no weights"):
+        start("other", "vit_tiny_patch16_224")
+    with pytest.raises(MasslError, match=r"init\.part all: .* is no run of massl"):
+        start("other", old / "backbone.safetensors", **{"init.part": "all"})
+
+
+def test_a_recipe_alone_opens_no_weights(old: Path, start: Any, archive: Path, tmp_path: Path) -> None:
+    run = start("run", old, steps=1)
+    with pytest.raises(MasslError, match="only if you name them: init"):
+        massl.pretrain(archive, recipe=run / "recipe.yaml", output=tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_checkpoint_of_a_run_can_be_named(old: Path, start: Any) -> None:
+    run = start("run", old / "checkpoints" / "step_000000002.pt", steps=1)
+    first = load_checkpoint(old / "checkpoints" / "step_000000002.pt")["method"]
+    kept = load_checkpoint(run / "checkpoints" / "step_000000000.pt")["method"]
+    assert all(value.equal(kept[key]) for key, value in first.items())
