@@ -23,6 +23,7 @@ from massl.commands.compare.command import CompareSettings, _trainings
 from massl.commands.demo import DemoSettings
 from massl.commands.embed import EmbedSettings
 from massl.commands.evaluate.settings import EvaluateSettings
+from massl.commands.export import ExportSettings
 from massl.commands.import_weights import ImportSettings
 from massl.commands.pretrain_arguments import parse_pretrain
 from massl.commands.recipe import load_recipe, parse_set_options
@@ -208,6 +209,7 @@ MASSL_CHECKS: dict[str, Callable[[list[str]], Any]] = {
     "evaluate": lambda options: parse(EvaluateSettings, "evaluate", "", options),
     "embed": lambda options: parse(EmbedSettings, "embed", "", options),
     "visualize": lambda options: parse(VisualizeSettings, "visualize", "", options),
+    "export": lambda options: parse(ExportSettings, "export", "", options),
     "compare": check_compare,
     "ablate": check_ablate,
     "report": lambda options: parse(ReportSettings, "report", "", options, has_flags=True),
