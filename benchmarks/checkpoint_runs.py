@@ -36,6 +36,7 @@ _SMALL = {
     "probes.database": "",
     "probes.queries": "",
 }
+_KEPT = ("step", "loss", "effective_rank", "alpha_req", "other_view_top1", "knn_top1", "linear_top1")
 _METHOD = {"massl": {"method.memory.num_rows": 1024, "method.memory.block_size": 256}}
 _RATE, _NO_NORM = "optimizer.learning_rate", {"method.head.batch_norm": False}
 _CONTINUED = {"trainer.epochs": 4, "optimizer.warmup_epochs": 0, "trainer.seed": 1}
@@ -108,7 +109,10 @@ def train(name: str, folder: Path, values: Mapping[str, Any]) -> list[dict[str, 
         probes.knn_accuracy = plain
     rows = [row for row in result.metrics if "knn_top1" in row]
     # the last features are raw pixels, which the command measures at the end
-    return [{**row, "linear_top1": top1} for row, top1 in zip(rows, linear, strict=False)]
+    return [
+        {key: round(value, 4) for key, value in {**row, "linear_top1": top1}.items() if key in _KEPT}
+        for row, top1 in zip(rows, linear, strict=False)
+    ]
 
 
 def linear_accuracy(queries: Tensor, labels: Tensor, rows: Tensor, row_labels: Tensor) -> float:

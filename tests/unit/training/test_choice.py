@@ -10,7 +10,9 @@ import pytest
 from massl.training import best
 from massl.training.metrics_log import read_metrics
 from massl.training.trainer import FitResult
+from massl.weights.facts import WeightsError
 from massl.weights.io import load_backbone, read_safetensors
+from massl.weights.models import open_model
 from tests.unit.training.test_trainer import assert_equal, checkpoint, fit, rows_without_timing
 
 EACH_STEP = {"probes__every_epochs": 1 / 3}
@@ -94,3 +96,14 @@ def test_the_guard_speaks_or_stops_when_features_fall_below_the_start(
     assert warned == {"auto": [2, 5], "stop": [2], "off": []}[guard]
     assert (result.step, bool(result.ended_early)) == ((2, True) if guard == "stop" else (6, False))
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["best_step"] == 1
+
+
+def test_best_weights_open_by_run_and_a_run_without_them_says_so(straight: Path, tmp_path: Path) -> None:
+    best_model, file = open_model(straight, which="best"), straight / "best.safetensors"
+    assert best_model.fingerprint == open_model(file).fingerprint
+    assert best_model.name == str(file)  # results tell it from the last weights of the same run
+    for name in (tmp_path, "vit_tiny_patch16_224", file):
+        with pytest.raises(WeightsError, match=r"best\.safetensors does not exist"):
+            open_model(name, which="best")
+    with pytest.raises(WeightsError, match="'last' or 'best'"):
+        load_backbone(straight, which="first")  # type: ignore[arg-type]
