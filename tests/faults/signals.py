@@ -15,7 +15,7 @@ _TWICE = 0.25  # seconds between two signals, at least; what comes sooner counts
 _STOP_SECONDS = 60.0  # far more than a step and a checkpoint take on a busy machine
 
 
-@fault_class("signals to a run", kind="processes", quick=2, more=12)
+@fault_class("signals to a run", kind="processes", quick=2, more=8)
 def signal_and_continue(case: Case) -> None:
     reference, run = kill_reference(), case.folder / "run"
     command = kill_command(reference.parent, run, ("threads", "threads", "processes")[case.number % 3])
@@ -55,12 +55,11 @@ def signal_stuck_run(case: Case) -> None:
     time.sleep(0.2)  # until the steps that were read ahead are done, or not: either is a case
     is_training = num_lines(run / "metrics.jsonl") < NUM_STEPS // 2  # later a probe may wait for the file
     process.kill(number)
-    if one_is_enough := is_training and (num_workers > 0 or may_be_interrupted):
-        answer = process.wait(seconds=_STOP_SECONDS)
-    else:
-        time.sleep(_TWICE)
-        process.kill(number)
-        answer = process.wait(seconds=_STOP_SECONDS)
+    if is_training and (num_workers > 0 or may_be_interrupted):
+        # one is enough, unless steps that were read ahead led to the probe before it came
+        process.wait_until(lambda: num_lines(run / "metrics.jsonl") >= NUM_STEPS // 2, seconds=_STOP_SECONDS)
+    one_is_enough = process.poll() is not None
+    answer = _insist(process, number)
     _require_clean_end(answer, number)
     if one_is_enough:
         _require_checkpoint(answer, run)
@@ -89,6 +88,15 @@ def interrupt_command(case: Case) -> None:
     _require_clean_end(answer, signal.SIGINT)
     if left := [*output.rglob("*.partial")]:
         raise Wrong(f"half a file was left: {left}")
+
+
+def _insist(process: Process, number: int) -> Answer:
+    """Send a signal until the process ends: one that is starved may take the first two for one."""
+    deadline = time.monotonic() + _STOP_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(_TWICE)
+        process.kill(number)
+    return process.wait(seconds=_STOP_SECONDS)
 
 
 def _require_clean_end(answer: Answer, number: int) -> None:

@@ -26,6 +26,7 @@ Verdict = Literal["survived", "wrong", "lost", "crash", "hang"]
 TESTS = Path(__file__).parents[1]
 ROOMS = ("faults", "fuzz")
 _ROOM_BYTES = 1 << 30
+_PYTEST_SECONDS = 180.0  # of a case at least: other tests and an installation may run beside it
 _SHARED = "MASSL_RELIABILITY_SHARED"  # folder of what all cases share, when several processes run one session
 
 
@@ -277,8 +278,9 @@ def memory_mib(process: int | str, field: str) -> float:
 
 def assert_survived(found: FaultClass, numbers: range) -> None:
     """For pytest: some cases of a class; the first that is not survived fails the test."""
+    patient = dataclasses.replace(found, seconds=max(found.seconds, _PYTEST_SECONDS))
     for number in numbers:
-        outcome = run_case(found, number, session_folder() / "case")
+        outcome = run_case(patient, number, session_folder() / "case")
         assert outcome.verdict == "survived", (
             f"{outcome.verdict}: {outcome.detail}\nto repeat: {found.command_of(number)}\n{outcome.trace}"
         )

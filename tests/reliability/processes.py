@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -53,7 +54,7 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if whole_group else os.kill)(self.pid, number)
 
-    def group_ends(self, *, seconds: float = 10.0) -> bool:
+    def group_ends(self, *, seconds: float = 60.0) -> bool:
         """Whether the processes that it started end by themselves after it."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -137,9 +138,7 @@ class ForkServer:
 
         `of_last` are further arguments of the last rank alone, as of a command given on another machine.
         """
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = _free_port()
         shared = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
@@ -166,6 +165,15 @@ class ForkServer:
 
     def close(self) -> None:
         self._process.communicate()
+
+
+def _free_port() -> int:
+    """A port that nobody listens on, below those that the system gives away: no connection takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 _servers: dict[int, ForkServer] = {}  # by process: a forked one must not share the pipe

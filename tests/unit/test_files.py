@@ -66,7 +66,7 @@ def test_two_threads_that_write_the_same_file_do_not_meet(tmp_path: Path) -> Non
         try:
             with replacing(path) as partial:
                 partial.write_text(text)
-                both_have_begun.wait(10)
+                both_have_begun.wait(120)
                 assert partial.read_text() == text
         except BaseException as error:
             failures.append(error)

@@ -15,7 +15,7 @@ def run(script: str, *, first: str = "import os, signal, time") -> subprocess.Co
     """A Python process that imports no torch."""
     prepare = f"{first}\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in background jobs
     command = [sys.executable, "-c", prepare + textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(SOURCE)})
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={"PYTHONPATH": str(SOURCE)})
 
 
 def test_sigint_while_a_command_starts_is_answered_in_one_line() -> None:
@@ -68,13 +68,13 @@ def test_the_second_signal_ends_a_process_that_never_comes_back_to_python(number
     ended = run(f"""
         import ctypes, threading
         from massl.interrupts import Interrupts, SAME_SIGNAL_SECONDS
-        def send_two():
-            os.kill(os.getpid(), {int(number)})
-            time.sleep(2 * SAME_SIGNAL_SECONDS)
-            os.kill(os.getpid(), {int(number)})
+        def send():  # more than two: on a busy machine the first two may arrive as one
+            while True:
+                os.kill(os.getpid(), {int(number)})
+                time.sleep(2 * SAME_SIGNAL_SECONDS)
         with Interrupts() as interrupts:
             signal.signal({int(number)}, lambda number, frame: print("asked to stop"))
-            threading.Thread(target=send_two).start()
+            threading.Thread(target=send).start()
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             ctypes.CDLL(None).sleep(10**6)
     """)

@@ -610,7 +610,7 @@ class Ranks:
     brought: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.meeting = threading.Barrier(self.world_size, timeout=20)
+        self.meeting = threading.Barrier(self.world_size, timeout=120)
 
     def gather(self, item: Any) -> list[Any]:
         self.brought[self.own.rank] = item

@@ -224,7 +224,7 @@ def test_a_write_that_is_under_way_is_waited_for_and_not_taken_for_a_crash(tmp_p
             with pytest.raises(TimeoutError):
                 pending.result(timeout=0.2)
             writer.write(line[50:])
-        found = pending.result(timeout=30)
+        found = pending.result(timeout=120)
     rows = [result(), result(metric="top5"), *([result(metric="top3")] if work == "append" else [])]
     assert read_rows(path) == rows
     assert found == (rows if work == "read" else None)

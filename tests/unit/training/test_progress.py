@@ -142,7 +142,7 @@ def test_without_a_terminal_a_line_comes_after_each_silence_even_in_a_long_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     display = ProgressDisplay(num_steps=4, steps_per_epoch=10, batch_size=8, visible=True, line_seconds=0.01)
-    lines, deadline = 0, time.monotonic() + 20
+    lines, deadline = 0, time.monotonic() + 120
     with display:
         display.start(0)
         display.advance(1, loss=2.0)
@@ -159,7 +159,7 @@ def test_without_a_terminal_a_probe_is_named_once_and_soon(
 ) -> None:
     monkeypatch.setattr(progress, "_BUSY_SECONDS", 0.01)
     display = ProgressDisplay(num_steps=4, steps_per_epoch=10, batch_size=8, visible=True, line_seconds=1000.0)
-    said, deadline = "", time.monotonic() + 20
+    said, deadline = "", time.monotonic() + 120
     with display:
         for what in ("first batch", "probing"):
             with display.busy(what):

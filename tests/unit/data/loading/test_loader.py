@@ -217,7 +217,7 @@ def test_the_next_steps_are_read_in_the_background() -> None:
 
     with loading(source, order_at) as loader:
         loader.at(0)
-        assert third_step_read.wait(timeout=10)
+        assert third_step_read.wait(timeout=120)
     assert threading.current_thread().name not in source.reading_threads
 
 

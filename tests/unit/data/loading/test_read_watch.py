@@ -49,7 +49,7 @@ def test_a_read_that_does_not_return_is_named_once(
 
     thread = threading.Thread(target=read)
     thread.start()
-    said, deadline = "", time.monotonic() + 30
+    said, deadline = "", time.monotonic() + 120
     while "1.jpg" not in said and time.monotonic() < deadline:
         time.sleep(0.05)
         said += capfd.readouterr().err
