@@ -16,8 +16,8 @@ from massl.commands.embed import EmbedSettings
 from massl.commands.evaluate.settings import EvaluateSettings
 from massl.commands.export import ExportSettings
 from massl.commands.import_weights import ImportSettings
-from massl.commands.pretrain_arguments import AUTO, PretrainArguments
-from massl.commands.recipes import RecipesSettings, shipped_recipes
+from massl.commands.pretrain_arguments import PretrainArguments
+from massl.commands.recipes import AUTO, RecipesSettings, shipped_recipes
 from massl.commands.report.command import ReportSettings
 from massl.commands.visualize import VisualizeSettings
 from massl.config import Settings, UsageError

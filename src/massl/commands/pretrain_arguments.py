@@ -72,8 +72,8 @@ def parse_pretrain(arguments: Sequence[str], *, command: str = "pretrain", descr
     output = _value_of("--output", arguments)
     start = _value_of("--init", arguments) or _value_of("--init.weights", arguments)
     run = output or (str(default_output(data)) if data else None)
-    is_auto = name == AUTO or (name is None and not _has_recipe(run) and not _has_recipe(start) and (data or is_help))
-    recipe = _base_recipe(arguments, name, run, start, data, is_auto=bool(is_auto), is_help=is_help)
+    is_auto = name == AUTO or (name is None and not _has_recipe(run) and not _has_recipe(start))
+    recipe = _base_recipe(arguments, name, run, start, data, is_auto=is_auto, is_help=is_help)
     # Only the chosen method's options; the rest would clutter --help.
     arguments_type = create_model(
         "PretrainArguments", __base__=PretrainArguments, method=(type(recipe.method), recipe.method)
@@ -91,6 +91,8 @@ def parse_pretrain(arguments: Sequence[str], *, command: str = "pretrain", descr
     if parsed.images and parsed.images != data:  # named after the options
         rest = [word for word in arguments if word != parsed.images]
         return parse_pretrain([parsed.images, *rest], command=command, description=description)
+    if data is None and is_auto:
+        recipe_of_run(run, start, data=data)  # raises: nothing tells what to train on
     given = _given(parsed, arguments)
     if parsed.epochs is not None:
         given["trainer.epochs"] = parsed.epochs

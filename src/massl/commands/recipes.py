@@ -40,7 +40,7 @@ _AUTO_LINE = {
     "px": "any",
     "epochs": "any",
     "for": "your images",
-    "needs": "CPU or GPU",
+    "needs": "any",
     "expect": "",
 }
 _MAX_BASES = 16

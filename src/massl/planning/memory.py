@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 # Bytes kept for the backward pass, for each token, channel and block. Fused: the H200's 9.8, 10.8 and 10.6 GiB
-# (docs/performance.md, docs/results/imagenette.md) give 21 to 23. The official code under autocast has 23.3 GiB where
+# (docs/performance.md, docs/results/imagenette.md) give 20 to 23. The official code under autocast has 23.3 GiB where
 # fused kernels have 9.8. Plain float32: counted in timm's blocks.
-_BYTES: Final = {("fused", "bf16"): 22.0, ("plain", "bf16"): 52.0, ("plain", "fp32"): 84.0}
-_BYTES_PER_WEIGHT: Final = 24  # student: weight, gradient, two averages of AdamW; teacher; copies in bf16
-_FIXED_GIB: Final = {"cuda": 0.3, "cpu": 0.5}  # the libraries' own
+_BYTES: Final = {("fused", "bf16"): 21.0, ("plain", "bf16"): 52.0, ("plain", "fp32"): 84.0}
+_BYTES_PER_WEIGHT: Final = 20  # student: weight, gradient, two averages of AdamW; the teacher
+_FIXED_GIB: Final = {"cuda": 0.2, "cpu": 0.5}  # the libraries' own
 _DIMENSIONS: Final = {"tiny": 192, "small": 384, "base": 768, "large": 1024}
 _DEPTH: Final = {"large": 24}
 _NAME: Final = re.compile(r"vit_(tiny|small|base|large)_patch(\d+)_\d+")
@@ -38,10 +38,10 @@ def computed_gib(values: Mapping[str, Any], *, device_kind: str, num_processes: 
     images = int(values["trainer.batch_size"]) / int(values.get("trainer.accumulation_steps", 1)) / num_processes
     precision = str(values["trainer.precision"])
     is_fused = device_kind == "cuda" and precision == "bf16" and values.get("trainer.kernels", "fused") == "fused"
-    kept = _BYTES["fused" if is_fused else "plain", precision] * (depth + 1)  # one for head, views and gradients
+    kept = _BYTES["fused" if is_fused else "plain", precision] * depth
     if values.get("trainer.activation_checkpointing"):
         kept = _BYTES["fused" if is_fused else "plain", precision] * 2 + 4 * depth
-    pixels = sum(3 * size**2 for size in sizes) * images * 4 * 2
+    pixels = sum(3 * size**2 for size in sizes) * images * 2 * 2
     rows = int(values.get("method.memory.num_rows", 0)) * int(values.get("method.head.out_dim", 256)) * 4 * 2
     total = images * tokens * dim * kept + pixels + rows + weights * _BYTES_PER_WEIGHT
     return total / 2**30 + _FIXED_GIB[device_kind]

@@ -107,13 +107,13 @@ def test_the_table_has_the_values_of_every_recipe() -> None:
     table = recipes_table()
     assert {line[0] for line in table.lines} == {"auto", *shipped_recipes()}
     assert table.lines[0][0] == "auto"
-    for name, method, network, pixels, epochs, *_ in table.lines:
+    for name, method, network, pixels, epochs, *_ in table.lines[1:]:
         recipe = load_recipe(name)
         assert (method, int(pixels)) == (recipe.method.name, recipe.views.global_size)
         assert int(epochs) == recipe.trainer.epochs
         if "vit" in recipe.backbone.name:
             assert network.endswith(f"/{recipe.backbone.patch_size or 16}")
-    assert table.lines[0][0] == "demo"
+    assert table.lines[1][0] == "demo"
 
 
 def test_the_table_fits_100_columns_with_a_line_for_each_recipe() -> None:

@@ -169,6 +169,8 @@ def image_size(image: EncodedImage) -> tuple[int, int]:
             return picture.height, picture.width
     except (UnreadableImage, MemoryError):
         raise
+    except UnidentifiedImageError:
+        raise UnreadableImage(f"no image in a known format ({' '.join(pillow_formats())})") from None
     except Exception as error:  # Pillow raises OSError, SyntaxError, struct.error, KeyError ...
         raise UnreadableImage(f"{type(error).__name__}: {error}") from None
 

@@ -1,0 +1,93 @@
+"""`massl pretrain photos/` and `massl plan photos/` on a few tiny images."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from massl.commands.pretrain_arguments import default_output, parse_pretrain
+from massl.planning import trial
+
+# what makes a run of seconds; auto chooses the rest
+SHORT = ["--trainer.device", "cpu", "--trainer.max_steps", "2", "--probes.every_epochs", "0"]
+SMALL = ["--views.global_size", "8", "--backbone.patch_size", "4", "--method.head.hidden_dim", "16"]
+
+
+@pytest.fixture
+def photos(make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trial, "_SECONDS", {"cpu": 0.05})
+    return make_folder("photos", 48, classes=4)
+
+
+@pytest.mark.slow
+def test_a_folder_is_enough_and_the_run_keeps_what_was_chosen(photos: Path, massl_here: Any, tmp_path: Path) -> None:
+    first = massl_here("pretrain", "photos", *SHORT, *SMALL)
+    assert first.status == 0, first.text
+    run = tmp_path / "runs" / "photos"
+    plan = (run / "plan.txt").read_text()
+    assert "auto chooses for your 48 images" in plan
+    assert "views.global_size 8: as you asked (auto: 16)" in plan
+    assert all(line.strip() in first.text for line in plan.splitlines())
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert recipe["backbone"]["image_size"] == 8
+    assert recipe["trainer"]["batch_size"] == 16
+
+    again = massl_here("pretrain", "photos", *SHORT[:3], "3", *SHORT[4:])
+    assert again.status == 0, again.text
+    assert "continuing at step 2 of 3" in again.text
+    assert "auto chooses" not in again.text
+    other = massl_here("pretrain", "photos", *SHORT, "--trainer.batch_size", "8")
+    assert other.status == 1
+    assert "trainer.batch_size was 16, now 8" in other.text
+
+
+@pytest.mark.slow
+def test_plan_says_what_a_run_costs_and_writes_nothing(photos: Path, massl_here: Any, tmp_path: Path) -> None:
+    answer = massl_here("plan", "photos", *SHORT[:2], *SMALL, "--epochs", "3")
+    assert answer.status == 0, answer.text
+    for words in ("images: 48", "4 label folders", "trainer.epochs 3: as you asked", "memory: ", "speed: ", "disk: "):
+        assert words in answer.output
+    assert not (tmp_path / "runs").exists()
+    (command,) = [line for line in answer.output.splitlines() if line.startswith("start it: massl pretrain ")]
+    call = parse_pretrain(command.removeprefix("start it: massl pretrain ").split())
+    assert (call.recipe, call.data, call.output) == ("auto", "photos", "runs/photos")
+    assert call.overrides["trainer.epochs"] == 3
+
+
+def test_the_command_line_gives_auto_what_was_set_and_nothing_else(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    call = parse_pretrain(["photos/", "--method.memory.num_rows", "512", "--views.global_scale", "0.5", "1"])
+    assert (call.recipe, call.data, call.output, call.minutes) == ("auto", "photos/", "runs/photos", None)
+    assert call.overrides == {"method.memory.num_rows": 512, "views.global_scale": [0.5, 1.0]}
+    call = parse_pretrain(["--output", "a", "--minutes", "3", "photos/"])
+    assert (call.recipe, call.data, call.output, call.minutes) == ("auto", "photos/", "a", 3.0)
+    call = parse_pretrain(["photos/", "--recipe", "massl-tiny", "--epochs", "7"])
+    assert call.recipe.trainer.epochs == 7  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [("photos/", "photos"), ("a/b.npz", "b"), ("torchvision:CIFAR10?root=data", "CIFAR10"), ("demo:train", "train")],
+)
+def test_runs_are_named_after_their_images(data: str, name: str) -> None:
+    assert default_output(data) == Path("runs") / name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pretrain"], "which images?"),
+        (["pretrain", "photos", "--minutes", "3", "--epochs", "2"], "--minutes and --epochs"),
+        (["pretrain", "photos", "--method.name", "dino"], "auto chooses for method massl; .* --recipe dino-tiny"),
+        (["pretrain", "nowhere"], "nowhere does not exist"),
+        (["plan", "photos", "--recipe", "auto", "--trainer.batch_size", "x"], "expected a whole number"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(photos: Path, massl_here: Any, arguments: list[str], message: str) -> None:
+    answer = massl_here(*arguments)
+    assert answer.status in (1, 2)
+    assert re.search(message, answer.text), answer.text

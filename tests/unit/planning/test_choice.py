@@ -1,0 +1,152 @@
+"""What auto chooses, with made-up images and devices."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from massl.commands.auto import planned_recipe
+from massl.planning import rules
+from massl.planning.choice import Plan, choose
+from massl.planning.facts import DeviceFacts, ImageFacts
+from massl.planning.memory import computed_gib
+from scripts.auto_table import DEVICES, IMAGES, PAGE, SIDES, device_of, images_of, page_with_table
+
+GPU = device_of("cuda", 24)
+
+
+def chosen(num_images: int, side: int = 224, device: DeviceFacts = GPU, **given: Any) -> Plan:
+    return choose(images_of(num_images, side), device, {key.replace("__", "."): value for key, value in given.items()})
+
+
+@pytest.mark.parametrize("num_images", IMAGES)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_every_choice_is_a_valid_recipe_that_fits(num_images: int, side: int, device: tuple[str, float]) -> None:
+    plan = chosen(num_images, side, device_of(*device))
+    recipe = planned_recipe(plan)
+    views, memory, trainer = recipe.views, recipe.method.memory, recipe.trainer  # type: ignore[attr-defined]
+    assert views.global_size % recipe.backbone.patch_size == 0  # type: ignore[operator]
+    assert recipe.backbone.patch_size <= views.local_size <= views.global_size <= max(side, rules.VIEWS[0].side)  # type: ignore[operator]
+    assert recipe.backbone.image_size == views.global_size
+    assert trainer.batch_size <= memory.num_rows <= num_images
+    assert memory.num_rows % memory.block_size == 0
+    assert trainer.batch_size % trainer.accumulation_steps == 0
+    assert 0.5 <= recipe.method.teacher.momentum < 1  # type: ignore[attr-defined]
+    assert recipe.optimizer.warmup_epochs < trainer.epochs
+    needed = computed_gib(plan.values, device_kind=device[0])
+    assert needed is not None
+    assert needed <= rules.DEVICE_SHARE * device[1]
+    assert recipe.trainer.precision == ("fp32" if device[0] == "cpu" else "bf16")
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_more_images_never_get_less(device: tuple[str, float]) -> None:
+    """Batch, memory, views, images seen and the teacher's horizon grow; the epochs fall."""
+    plans = [
+        chosen(number, 1000, device_of(*device)).values
+        for number in (100, 1_000, 8_000, *range(20_000, 2_000_000, 70_000))
+    ]
+    for less, more in pairwise(plans):
+        for key in ("method.memory.num_rows", "views.global_size", "views.num_local"):
+            assert less[key] <= more[key]
+        assert less["trainer.epochs"] >= more["trainer.epochs"]
+        assert horizon(less) <= horizon(more) * 1.01
+
+
+def horizon(values: dict[str, Any]) -> float:
+    return float(values["trainer.batch_size"]) / (1 - values["method.teacher.momentum"])
+
+
+def test_measured_recipes_are_met_at_their_own_numbers() -> None:
+    tiny = chosen(35_000, 64).values
+    assert (tiny["method.memory.num_rows"], tiny["method.memory.block_size"]) == (4_096, 1_024)
+    assert (tiny["method.teacher.momentum"], tiny["method.teacher.temperature"]) == (0.9, 0.04)
+    assert (tiny["views.global_size"], tiny["backbone.patch_size"], tiny["views.num_local"]) == (64, 8, 0)
+    paper = chosen(1_281_167, 375, device_of("cuda", 140)).values
+    assert (paper["method.memory.num_rows"], paper["method.memory.block_size"]) == (65_536, 16_384)
+    assert (paper["method.teacher.momentum"], paper["method.teacher.temperature"]) == (0.992, 0.07)
+    assert (paper["views.num_local"], paper["method.head.batch_norm"]) == (10, False)
+    assert paper["trainer.batch_size"] == 1024
+
+
+def test_the_reason_has_the_users_numbers() -> None:
+    lines = chosen(17_034).lines()
+    (memory,) = [line for line in lines if line.startswith("method.memory.num_rows")]
+    assert memory.startswith("method.memory.num_rows 4,096: ")
+    assert "a quarter of your 17,034 images" in memory
+
+
+def test_what_follows_from_a_given_value_changes_with_it() -> None:
+    plain, given = chosen(17_034), chosen(17_034, trainer__batch_size=64)
+    assert given.values["trainer.batch_size"] == 64
+    assert given.reasons["trainer.batch_size"] == "as you asked (auto: 256)"
+    assert given.values["method.teacher.momentum"] == 0.975
+    assert plain.values["method.teacher.momentum"] == 0.9
+    assert chosen(17_034, views__num_local=6).values["method.teacher.momentum"] == 0.98
+    assert chosen(17_034, method__memory__num_rows=512).values["method.memory.block_size"] == 128
+    assert chosen(17_034, trainer__epochs=10).values["optimizer.warmup_epochs"] == 1.0
+    assert chosen(17_034, trainer__seed=7).values["trainer.seed"] == 7
+
+
+def test_a_small_gpu_gets_a_smaller_batch_or_parts_and_a_given_batch_stays() -> None:
+    small = device_of("cuda", 8)
+    assert chosen(10_000, 500, small).values["trainer.batch_size"] == 128
+    many = chosen(1_281_167, 500, small).values
+    assert (many["trainer.batch_size"], many["method.head.batch_norm"]) == (1024, False)
+    assert many["trainer.accumulation_steps"] > 1
+    given = chosen(10_000, 500, small, trainer__batch_size=256).values
+    assert (given["trainer.batch_size"], given["trainer.activation_checkpointing"]) == (256, True)
+
+
+def test_images_are_cached_if_the_host_has_room_and_arrays_never() -> None:
+    assert chosen(10_000, 500).values["data.cache_gib"] == pytest.approx(3.1, abs=0.2)
+    assert chosen(3_000_000, 500).values["data.cache_gib"] == pytest.approx(rules.CACHE_SHARE * 128, abs=0.1)
+    array = ImageFacts(num_images=10_000, sizes=((64, 64),), num_sampled=1, is_array=True)
+    assert choose(array, GPU, {}).values["data.cache_gib"] == 0
+
+
+@pytest.mark.parametrize("name", rules.TABLE)
+def test_rows_hold_at_their_columns_and_lie_between_them(name: str) -> None:
+    row = rules.TABLE[name]
+    assert len(row.values) == len(rules.IMAGES)
+    assert [rules.at(name, number) for number in rules.IMAGES] == list(row.values)
+    assert rules.at(name, 1) == row.values[0]
+    assert rules.at(name, 10**9) == row.values[-1]
+    if row.between != "nearest":
+        low, high = sorted(row.values[2:4])
+        assert low <= rules.at(name, 200_000) <= high
+    for page in (word.strip(":;,()") for word in row.measured.split()):
+        assert not page.startswith("docs/") or (PAGE.parents[1] / page.partition("#")[0]).is_file(), page
+
+
+def test_the_page_shows_what_the_rules_choose() -> None:
+    text = PAGE.read_text()
+    assert page_with_table(text) == text, "run python scripts/auto_table.py"
+
+
+# GiB of training alone, docs/performance.md, docs/results: ViT-S/16 N=128, ViT-B/16 N=64, massl-tiny, massl-imagenette
+@pytest.mark.parametrize(
+    ("network", "batch", "views", "patch", "rows", "measured"),
+    [
+        ("small", 128, (2, 224, 10, 96), 16, 65_536, 9.8),
+        ("base", 64, (2, 224, 10, 96), 16, 65_536, 10.8),
+        ("small", 256, (2, 64, 0, 32), 8, 4_096, 4.2),
+        ("small", 256, (2, 64, 6, 32), 8, 4_096, 6.1),
+        ("small", 256, (2, 112, 0, 48), 8, 4_096, 10.6),
+    ],
+)
+def test_the_count_agrees_with_the_measured_memory(
+    network: str, batch: int, views: tuple[int, int, int, int], patch: int, rows: int, measured: float
+) -> None:
+    values = {
+        "backbone.name": f"vit_{network}_patch16_224",
+        "backbone.patch_size": patch,
+        "trainer.batch_size": batch,
+        "trainer.precision": "bf16",
+        "method.memory.num_rows": rows,
+    }
+    keys = ("views.num_global", "views.global_size", "views.num_local", "views.local_size")
+    counted = computed_gib({**values, **dict(zip(keys, views, strict=True))}, device_kind="cuda")
+    assert counted == pytest.approx(measured, rel=0.15)
+    assert computed_gib({**values, "backbone.name": "resnet50"}, device_kind="cuda") is None
