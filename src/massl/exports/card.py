@@ -19,7 +19,8 @@ from massl.reports.runs import Run
 _LONGEST = 200  # characters of a value
 _MOST_VALUES = 400  # of a recipe
 _SHOWN = (
-    *("method.name", "data.source", "trainer.epochs", "trainer.batch_size", "trainer.precision", "trainer.seed"),
+    *("method.name", "init.weights", "data.source"),
+    *("trainer.epochs", "trainer.batch_size", "trainer.precision", "trainer.seed"),
     *("backbone.name", "backbone.image_size", "backbone.patch_size", "backbone.drop_path_rate"),
 )
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>#!|~&$])")
@@ -80,10 +81,11 @@ def model_card(
     elif repository:
         download = f"Download the folder first: `hf download {repository} --local-dir {escaped(folder)}`. "
     num_weights = sum(parameter.numel() for parameter in job.backbone.model.parameters())
-    method = escaped(run.method) if run is not None else "massl"
+    method = f" by the method {escaped(run.method)}" if run is not None else ""
+    difference = f"{written.difference:.1e}" if written.difference else "0"
     about = [
-        f"A vision backbone, pre-trained without labels by {method} with massl. It turns an "
-        f"image into {job.backbone.dim} features; it has no classifier.",
+        f"A vision backbone, trained with massl{method}. It turns an image into {job.backbone.dim} features; it has no "
+        "classifier.",
         _table(
             [
                 ("architecture", f"{model.architecture} (timm: {job.architecture})"),
@@ -102,7 +104,7 @@ def model_card(
         "## Use it",
         _code(snippet.replace("{folder}", json.dumps(folder)[1:-1]), "python"),
         f"{download}{written.sizes} The exported model was opened and compared with massl on bundled images: features "
-        f"differ by at most {written.difference:.1e} (float32).",
+        f"differ by at most {difference} (float32).",
         "## Images",
         _preparation(job, written),
         *_scores(run, results, has_curves=has_curves),
@@ -135,8 +137,8 @@ def _preparation(job: ExportJob, written: Written) -> str:
     crop = ""
     if written.library == "transformers" and prepared.resized is not None:
         crop = (
-            " Where the margin of the crop is odd, transformers rounds it down and massl to even, so the crop may be "
-            "one pixel apart."
+            " transformers rounds half a pixel of the crop's margin down, massl to even: for a quarter of all image "
+            "shapes its crop is one pixel apart."
         )
     return (
         f"{first}; scale to [0, 1]; subtract the mean ({mean}) and divide by the deviation ({std}) of red, green and "
