@@ -61,6 +61,49 @@ def test_attention_is_drawn_for_each_image_and_on_a_sheet(model: Path, images: P
     assert size_of(files[1])[0] == width
 
 
+def test_components_are_drawn_beside_each_image_and_the_size_is_said(
+    model: Path, images: Path, tmp_path: Path, massl_here: Callable[..., Any]
+) -> None:
+    answer = massl_here("visualize", model, "pca", "--data", images, "--output", tmp_path, "--num_images", 4)
+    assert answer.status == 0, answer.text
+    assert "drawn at 36 x 36 px, 9 x 9 patches: whole images, resized to squares" in answer.text
+    files = [Path(file) for file in answer.output.split()]
+    assert files == [tmp_path / "pca.png", *(tmp_path / f"pca/{number:03d}.png" for number in range(4))]
+    with Image.open(files[1]) as opened:
+        picture = np.array(opened)
+    side = 180  # 36 px, enlarged
+    map_of_patches = picture[16 : 16 + side, 16 + side + 8 : 16 + 2 * side + 8]
+    patches = map_of_patches.reshape(9, 20, 9, 20, 3)
+    assert (patches == patches[:, :1, :, :1]).all()  # sharp squares, one for each patch
+    assert len(np.unique(patches[:, 0, :, 0].reshape(-1, 3), axis=0)) > 40
+    (again, *_) = visualize(model, "pca", data=images, output=tmp_path / "again", num_images=4, device="cpu")
+    assert again.read_bytes() == files[0].read_bytes()
+    options = {"threshold": 0.6}
+    (some, *_) = visualize(
+        model, "pca", data=images, output=tmp_path / "some", num_images=4, device="cpu", overrides=options
+    )
+    assert has_colour(some, (0, 0, 0))
+    assert not has_colour(again, (0, 0, 0))
+
+
+def test_names_of_classes_and_files_stand_below_neighbours(
+    model: Path, tmp_path: Path, make_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(command, "sheet", lambda rows, **options: shown.extend(rows) or Image.new("RGB", (1, 1)))
+    options: Any = {"output": tmp_path, "num_images": 2, "num_neighbours": 1, "device": "cpu"}
+    visualize(model, "neighbours", data=make_folder("labelled", 4, classes=2), **options)
+    (query, near), _ = shown
+    assert query.captions == ("class0", "000.png")
+    assert near.captions[1].startswith("class")
+    assert near.captions[2] in ("001.png", "002.png", "003.png")
+    shown.clear()
+    photos = make_folder("photos", 2)
+    (photos / "001.png").rename(photos / "x\n\x1b[2J.png")
+    visualize(model, "neighbours", data=photos, **options)
+    assert {tile.captions[-1] for row in shown for tile in row} == {"000.png", "percent:x%0A%1B[2J.png"}
+
+
 def test_more_images_than_fit_a_sheet_go_on_the_next(
     model: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +198,7 @@ def test_the_command_prints_the_files_it_wrote(
     assert all(Path(file).is_file() for file in files)
 
 
-@pytest.mark.parametrize("kind", ["attention", "correspondence", "neighbours"])
+@pytest.mark.parametrize("kind", ["attention", "pca", "correspondence", "neighbours"])
 def test_sizes_of_broken_patches_are_refused_with_advice(kind: Any, model: Path, images: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="image_size 30"):
         visualize(model, kind, data=images, output=tmp_path / "none", image_size=30, device="cpu")

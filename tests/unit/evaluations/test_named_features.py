@@ -8,7 +8,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, interpolate
 
-from massl.evaluations.named_features import FEATURES, generalised_mean, read_feature
+from massl.evaluations.named_features import FEATURES, generalised_mean, own_name, read_feature, read_patches
 from massl.nn.backbone import Backbone
 from massl.nn.token_readout import UnsuitableModel
 
@@ -198,3 +198,26 @@ def test_a_gpu_gives_the_features_of_the_cpu_in_both_precisions(feature: str) ->
 @pytest.mark.parametrize("feature", sorted(FEATURES))
 def test_every_feature_says_what_it_is(feature: str) -> None:
     assert FEATURES[feature].summary
+
+
+@pytest.mark.parametrize("num_registers", [0, 3])
+def test_patches_are_timm_s_tokens_without_class_token_and_registers_on_their_grid(num_registers: int) -> None:
+    backbone = make(**VIT, reg_tokens=num_registers, dynamic_img_size=True)
+    images = pictures(2, 3, 32, 32)
+    with torch.inference_mode():
+        found = read_patches(backbone, images, precision="fp32")
+    expected = tokens_by_timm(backbone, images)[:, 1 + num_registers :]
+    assert found.shape == (2, 4, 4, 32)
+    torch.testing.assert_close(found.flatten(1, 2), expected, rtol=1e-4, atol=1e-5)
+    with torch.inference_mode():
+        assert read_patches(backbone, pictures(1, 3, 24, 40), precision="fp32").shape == (1, 3, 5, 32)
+
+
+def test_networks_without_patches_have_no_patch_features() -> None:
+    with pytest.raises(UnsuitableModel, match="the feature 'patches' needs patch tokens, which resnet18 does not have"):
+        read_patches(make("resnet18", num_classes=0), pictures(1, 3, 32, 32), precision="fp32")
+
+
+def test_features_have_one_name_and_other_names_lead_to_it() -> None:
+    assert (own_name("last4"), own_name("cls_patch_mean")) == ("cls_last4", "cls_mean")
+    assert all(own_name(feature) == feature for feature in FEATURES)

@@ -83,14 +83,26 @@ def test_a_transformer_has_every_picture_each_with_words_for_those_who_cannot_se
 ) -> None:
     run = make_run("a", write_images(tmp_path / "images.npz", 30))
     sections = drawn({"a": run})
-    assert list(sections) == list(PICTURES) == ["embedding-map", "neighbours", "attention", "correspondence"]
+    assert (
+        list(sections)
+        == list(PICTURES)
+        == [
+            "embedding-map",
+            "neighbours",
+            "attention",
+            "components",
+            "correspondence",
+        ]
+    )
     assert sections["embedding-map"].html.count('class="fig-dots') == 3
     assert sections["embedding-map"].html.count("<use") == 30 + 3  # dots and legend
     # one query of each class; the classifier asks for 5 neighbours
     assert num_pictures(sections["neighbours"]) == 3 * (1 + 5)
     assert num_pictures(sections["attention"]) == 3 * (1 + 1 + 1 + 2)  # image, all heads, mean, two heads
+    assert num_pictures(sections["components"]) == 3 * 2
+    assert re.search(r"hold \d+ % of the variance", sentences(sections["components"])[0])
     assert num_pictures(sections["correspondence"]) == 4 + 4
-    for kind in ("neighbours", "attention", "correspondence"):
+    for kind in ("neighbours", "attention", "components", "correspondence"):
         assert all(re.findall(r'alt="(.*?)"', sections[kind].html))
     assert not any("ot drawn" in section.html for section in sections.values())
     assert "<select" not in sections["attention"].html
@@ -103,7 +115,7 @@ def test_the_same_run_gives_the_same_pictures(make_run: MakeRun, tmp_path: Path)
 
 def test_a_network_without_patches_says_so_and_draws_the_rest(make_run: MakeRun, tmp_path: Path) -> None:
     sections = drawn({"a": make_run("a", write_images(tmp_path / "images.npz", 30), RESNET)})
-    for kind in ("attention", "correspondence"):
+    for kind in ("attention", "components", "correspondence"):
         assert re.search("^Not drawn: .*needs patch tokens, which resnet18 does not have", sentences(sections[kind])[0])
         assert num_pictures(sections[kind]) == 0
     assert sections["embedding-map"].html.count("<use") == 33

@@ -233,7 +233,7 @@ PICTURES: dict[str, PictureKind] = {
         draw=_draw_attention,
     ),
     "components": PictureKind(
-        title="Principal components of the patches",
+        title="Patch PCA",
         note="The first three principal components of the patch features as red, green and blue, computed over all "
         "these images together: equal colours mean similar features, also in different images.",
         draw=_draw_components,
