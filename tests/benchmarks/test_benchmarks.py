@@ -11,13 +11,17 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
+import massl
 from massl.ops.memory_attention import memory_loss_reference
+from tests.reliability.world import TINY_RECIPE
 
 pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PROGRAMS = (
+    "continued",
     "features",
     "files",
     "kmeans",
@@ -304,3 +308,21 @@ def test_tune_scores_on_held_out_training_images_and_tests_one_setting_of_a_reci
     settings.write_text("- {name: a, recipe: demo, set: {probes.queries: demo:test}}\n")
     with pytest.raises(SystemExit, match=r"probes\.queries"):
         programs["tune"].main(["try", "--settings", str(settings), *data])
+
+
+def test_continued_prints_one_row_a_run(
+    programs: dict[str, ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (16, 20, 24, 3), dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", images=images, labels=np.arange(16) % 2)
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY_RECIPE))
+    settings = {"probes.every_epochs": 0, "trainer.max_steps": 2}
+    massl.pretrain(tmp_path / "images.npz", recipe=tmp_path / "tiny.yaml", output=tmp_path / "old", overrides=settings)
+    given = ["--init", tmp_path / "old", "--data", tmp_path / "images.npz", "--test", tmp_path / "images.npz"]
+    given += ["--recipe", tmp_path / "tiny.yaml", "--epochs", 1, "--output", tmp_path / "runs"]
+    programs["continued"].main([*map(str, given), "--only", "continued", "without head", "scratch"])
+    table = capsys.readouterr().out.strip().split("\n")[-7:]
+    names = [line.split("  ")[0] for line in table[:-1] if line.strip()[:1].isalpha()]
+    assert "frozen start" in table[-1]
+    assert {"continued", "scratch", "scratch, 3x"} <= {line[:28].strip() for line in table}
+    assert len((tmp_path / "runs" / "results.jsonl").read_text().splitlines()) == 5, names

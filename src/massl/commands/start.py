@@ -48,7 +48,8 @@ def decide_start(
     if init is None and recipe.init.weights is None:
         return Start(recipe=recipe)
     if CheckpointStore(path / _CHECKPOINTS, keep_last=1).steps():
-        return Start(recipe=_as_it_began(recipe, init, recorded, path))
+        with stop_together():
+            return Start(recipe=_as_it_began(recipe, init, recorded, path))
     start: Start | None = None
     with stop_together():
         if distributed.is_main():

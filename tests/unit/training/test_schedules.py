@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from massl.methods.base import StepHyper, TeacherSettings
+from massl.training.init_settings import InitSettings
 from massl.training.optimizers import OptimizerSettings
 from massl.training.schedules import Schedules, cosine, warm_up
 
@@ -82,3 +85,49 @@ def test_a_warm_up_of_a_single_step_starts_at_its_start() -> None:
     assert warm_up(0, start=0.0, end=1.0, num_steps=1) == 0.0
     assert schedules(warmup_epochs=0.01).at(0).learning_rate == 0.0
     assert schedules(warmup_epochs=0.01).at(1).learning_rate == pytest.approx(1e-3)
+
+
+def continued(**init: object) -> Schedules:
+    given = InitSettings.model_validate({"head_epochs": 1.5, "learning_rate_factor": 0.2, **init})
+    has_head = given.part == "all"
+    return replace(schedules(), init=given.resolved(weights="runs/a", has_head=has_head, epochs=10))
+
+
+def test_the_head_learns_first_at_the_full_rate_and_the_backbone_warms_up_to_a_lower_one() -> None:
+    own = continued()
+    assert own.num_head_steps == 150
+    assert [own.at(step).trains_backbone for step in (0, 149, 150)] == [False, False, True]
+    assert 0.0 < own.at(0).learning_rate < 1e-3
+    assert own.at(149).learning_rate == pytest.approx(1e-3)
+    assert own.at(150).learning_rate == 0.0  # AdamW's averages of the backbone are empty
+    rates = [own.at(step).learning_rate for step in range(150, 1000)]
+    assert max(rates) == pytest.approx(2e-4)
+    assert rates[-1] == pytest.approx(1e-6, rel=0.02)
+    peak = rates.index(max(rates))
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+
+
+def test_weight_decay_and_momentum_run_over_both_phases() -> None:
+    for step in (0, 150, 999):
+        assert continued().at(step).weight_decay == schedules().at(step).weight_decay
+        assert continued().at(step).momentum == schedules().at(step).momentum
+
+
+def test_a_head_that_is_taken_has_its_temperature_warm_up_behind_it() -> None:
+    assert continued().at(0).teacher_temperature == 0.04
+    assert continued(part="all").at(0).teacher_temperature == 0.07
+
+
+def test_without_weights_the_other_values_have_no_effect() -> None:
+    given = InitSettings(part="all", head_epochs=2.0, layer_decay=0.5, learning_rate_factor=0.1)
+    for step in (0, 50, 999):
+        assert replace(schedules(), init=given).at(step) == schedules().at(step)
+
+
+@pytest.mark.parametrize(("epochs", "head_epochs"), [(4, 0.4), (300, 10.0)])
+def test_a_new_head_gets_a_tenth_of_the_run_and_at_most_ten_epochs(epochs: int, head_epochs: float) -> None:
+    new = InitSettings().resolved(weights="a", has_head=False, epochs=epochs)
+    assert (new.part, new.head_epochs, new.fill_memory) == ("backbone", pytest.approx(head_epochs), True)
+    taken = InitSettings().resolved(weights="a", has_head=True, epochs=epochs)
+    assert (taken.part, taken.head_epochs, taken.fill_memory) == ("all", 0.0, False)

@@ -117,6 +117,27 @@ def test_a_tensor_that_missed_a_step_keeps_its_own_count() -> None:
     state.assert_close()
 
 
+def test_each_tensor_may_have_its_own_factor_on_the_learning_rate() -> None:
+    shapes = [(3, 7), (5,), (2, 2)]
+    scales, all_of = [1.0, 0.25, 0.01], State(shapes)
+    alone = [State([shape]) for shape in shapes]
+    for state, weight in zip(alone, all_of.weights, strict=True):
+        state.weights = [weight.clone()]
+        state.decays = [True]
+    all_of.decays = [True] * 3
+    gradients = noise(shapes, seed=1)
+    norms = torch.stack(torch._foreach_norm(gradients))
+    options = {"weight_decay": 0.3, "betas": BETAS, "epsilon": EPSILON, "max_norm": 1.0}
+    torch._foreach_add_(all_of.steps, 1.0)
+    moments = (all_of.exp_avgs, all_of.exp_avg_sqs, all_of.steps)
+    update_kernels.clipped_adamw_(
+        all_of.weights, gradients, *moments, norms, all_of.decays, rate_scales=scales, learning_rate=0.1, **options
+    )
+    for state, gradient, scale, ours in zip(alone, gradients, scales, all_of.weights, strict=True):
+        state.kernel([gradient], learning_rate=0.1 * scale, weight_decay=0.3, max_norm=1.0)
+        torch.testing.assert_close(ours, state.weights[0])
+
+
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.0)])
 def test_extreme_averages_and_late_steps(betas: tuple[float, float]) -> None:
     state = State([(5, 3)], betas)

@@ -1,0 +1,141 @@
+"""Continued training against the frozen start and against training from scratch, in one table.
+
+    python benchmarks/continued.py --init runs/tiny-imagenet --data imagenette/train --test imagenette/val \
+        --recipe massl-imagenette --minutes 3 --output continued
+
+`--init` is a run of massl, or any weights that `massl pretrain --init` takes. Every run has the same recipe and number
+of epochs; `scratch, 3x` has three times as many. With `--minutes` a trial finds the epochs of the first run, and all
+others take them. The k-NN accuracies are those of the run's own probes: the images of `--test` classified by those of
+`--data`. Rows are appended to results.jsonl in the folder `--output`; a run that is there already is not repeated.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from massl.commands.pretrain import pretrain
+from massl.commands.recipe import parse_set_options
+from massl.config import MasslError, read_yaml
+from massl.weights.models import open_model
+
+_BACKBONE = {"init.part": "backbone"}
+# name -> settings; None: from random weights
+_CONTINUED: dict[str, dict[str, Any]] = {
+    "continued": {},
+    "continued, backbone only": _BACKBONE,
+    "  without head first": _BACKBONE | {"init.head_epochs": 0.0},
+    "  without filled memory": _BACKBONE | {"init.fill_memory": False},
+    "  without layer decay": _BACKBONE | {"init.layer_decay": 1.0},
+    "  without lower rate": _BACKBONE | {"init.learning_rate_factor": 1.0},
+    "  without all of these": _BACKBONE
+    | {
+        "init.head_epochs": 0.0,
+        "init.fill_memory": False,
+        "init.layer_decay": 1.0,
+        "init.learning_rate_factor": 1.0,
+    },
+}
+_NUM_PROBES = 6
+_DIP = 3.0  # points below the start
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Continue from weights, with and without each part of the protocol.")
+    parser.add_argument("--init", required=True, help="a run of massl, a weights file, or a timm name with a tag")
+    parser.add_argument("--data", required=True, help="labelled images to train on")
+    parser.add_argument("--test", required=True, help="labelled images to classify")
+    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--output", required=True, type=Path)
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--minutes", type=float)
+    length.add_argument("--epochs", type=int)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of all runs")
+    parser.add_argument("--only", nargs="*", default=[], help="words: only rows whose names contain one of them")
+    chosen = parser.parse_args(arguments)
+    try:
+        compare(chosen)
+    except MasslError as error:
+        raise SystemExit(f"continued.py: {error}") from None
+
+
+def compare(chosen: argparse.Namespace) -> None:
+    model = open_model(chosen.init)
+    common = {"probes.database": chosen.data, "probes.queries": chosen.test, **parse_set_options(chosen.set)}
+    # scratch has the same network and colours
+    arguments = {key: value for key, value in model.backbone.timm_arguments.items() if key not in ("num_classes",)}
+    same = {"backbone.name": str(arguments.pop("model_name")).partition(".")[0]}
+    same |= {"backbone.image_size": arguments.pop("img_size", None), "backbone.stem": arguments.pop("stem", "")}
+    same |= {"backbone.patch_size": arguments.pop("patch_size", None), "backbone.timm_options": arguments}
+    same |= {"views.mean": list(model.mean), "views.std": list(model.std)}
+    epochs = chosen.epochs
+    rows = []
+    plans: list[tuple[str, dict[str, Any] | None, int]] = [(name, own, 1) for name, own in _CONTINUED.items()]
+    plans += [("scratch", None, 1), ("scratch, 3x", None, 3)]
+    for name, own, times in plans:
+        if chosen.only and not any(word in name for word in chosen.only):
+            continue
+        overrides = common | (same if own is None else own)
+        if epochs is not None:
+            probing = {"trainer.epochs": epochs * times, "probes.every_epochs": epochs * times / _NUM_PROBES}
+            overrides |= probing
+        row, epochs_of_run = _run(name, overrides, chosen, use_init=own is not None, by_minutes=epochs is None)
+        epochs = epochs or epochs_of_run
+        rows.append(row)
+        print(table(rows), flush=True)
+    (chosen.output / "table.txt").write_text(table(rows) + "\n")
+
+
+def _run(
+    name: str, overrides: Mapping[str, Any], chosen: argparse.Namespace, *, use_init: bool, by_minutes: bool
+) -> tuple[dict[str, Any], int]:
+    folder = chosen.output / "-".join("".join(sign if sign.isalnum() else " " for sign in name).split())
+    began = time.perf_counter()
+    result = pretrain(
+        chosen.data,
+        recipe=chosen.recipe,
+        output=folder,
+        init=chosen.init if use_init else None,
+        overrides=overrides,
+        minutes=chosen.minutes if by_minutes else None,
+    )
+    seconds = time.perf_counter() - began
+    probes = [(int(row["step"]), row["knn_top1"]) for row in result.metrics if "knn_top1" in row]
+    losses = [row["loss"] for row in result.metrics]
+    scores = [score for _, score in probes]
+    row = {
+        "name": name,
+        "start": scores[0],
+        "lowest": min(scores),
+        "third": scores[min(len(scores) - 1, max(1, len(scores) // 3))],
+        "end": scores[-1],
+        "best": max(scores),
+        "first_loss": losses[0],
+        "steps": probes[-1][0],
+        "minutes": seconds / 60,
+        "probes": probes,
+    }
+    with (chosen.output / "results.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    return row, int(read_yaml(folder / "recipe.yaml")["trainer"]["epochs"])
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One line a run: k-NN top-1 at the start, its lowest, after a third, at the end, the best; and dips."""
+    head = f"{'run':28} {'start':>6} {'lowest':>6} {'third':>6} {'end':>6} {'best':>6} {'steps':>7} {'min':>6}"
+    lines = [head, "-" * len(head)]
+    for row in rows:
+        dip = row["start"] - row["lowest"]
+        remark = f"  dips {dip:.1f} points" if dip > _DIP else ""
+        values = " ".join(f"{row[key]:6.1f}" for key in ("start", "lowest", "third", "end", "best"))
+        lines.append(f"{row['name']:28} {values} {row['steps']:7,} {row['minutes']:6.1f}{remark}")
+    starts = [row["start"] for row in rows if not row["name"].startswith("scratch")]
+    if starts:
+        lines.append(f"{'frozen start':28} {starts[0]:6.1f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
