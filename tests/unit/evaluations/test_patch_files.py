@@ -114,5 +114,5 @@ def test_an_interrupted_write_leaves_the_old_file_or_none(shard: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(EvaluationError, match="cannot write .*choose another --output"):
+    with pytest.raises(EvaluationError, match=r"cannot write .*choose another --output"):
         write_shard(tmp_path / "file" / "a.safetensors", [(rows(1), [])], shape=SHAPE, num_images=1, about={})
