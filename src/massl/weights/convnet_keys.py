@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from massl.weights.facts import WeightsError
-from massl.weights.transformer_keys import Network
+from massl.weights.transformer_keys import Network, is_plain
 
 Depths = tuple[int, ...]
 _CONVNEXTS: dict[tuple[int, Depths], str] = {  # width and blocks of the stages -> size; v2 adds response norms
@@ -62,14 +62,17 @@ def as_convnext(tensors: Mapping[str, Tensor], *, origin: str, is_named: bool) -
         own = {key: tensor for key, tensor in tensors.items() if not key.startswith(("norms.", "projectors."))}
         named = {_timm_key(key): tensor for key, tensor in own.items()}
     # response norms are [1, 1, 1, C] in the authors' files
-    named = {key: tensor.flatten() if ".mlp.grn." in key else tensor for key, tensor in named.items()}
+    named = {
+        key: tensor.flatten() if ".mlp.grn." in key and is_plain(tensor) else tensor for key, tensor in named.items()
+    }
     named = {key: tensor for key, tensor in named.items() if not key.startswith("head.fc.")}
     stem = named.get("stem.0.weight", torch.empty(0))
+    width = stem.shape[0] if stem.ndim == 4 else 0
     depths = _depths(named, r"stages\.([0-3])\.blocks\.([0-9]{1,4})\.")
-    size = _CONVNEXTS.get((stem.shape[0], depths), "")
+    size = _CONVNEXTS.get((width, depths), "")
     family = "convnextv2" if "stages.0.blocks.0.mlp.grn.weight" in named else "convnext"
     if not is_named and (not size or _ONLY_IN.get(size, family) != family):
-        raise WeightsError(_unknown("ConvNeXt", f"width {stem.shape[0]}, {depths} blocks", origin=origin))
+        raise WeightsError(_unknown("ConvNeXt", f"width {width}, {depths} blocks", origin=origin))
     # a linear layer and a convolution of 1 pixel are the same; timm's small models have convolutions
     as_convolutions = named.get("stages.0.blocks.0.mlp.fc1.weight", torch.empty(0)).ndim == 4
     arguments: dict[str, Any] = {"model_name": f"{family}_{size}", "num_classes": 0, "conv_mlp": as_convolutions}

@@ -182,8 +182,14 @@ def _patches_of(tensors: Mapping[str, Tensor], *, origin: str) -> tuple[int, int
     return projection.shape[0], projection.shape[2]
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it can be computed with: real numbers, not sparse, not a shape without values."""
+    is_odd = tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta
+    return tensor.dtype.is_floating_point and not is_odd
+
+
 def _has_rows(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.ndim == 3 and tensor.shape[1] > 0
+    return tensor is not None and is_plain(tensor) and tensor.ndim == 3 and tensor.shape[1] > 0
 
 
 def _with_registers_apart(tensors: dict[str, Tensor], *, origin: str) -> dict[str, Tensor]:
@@ -196,7 +202,8 @@ def _with_registers_apart(tensors: dict[str, Tensor], *, origin: str) -> dict[st
     if registers is None:
         return tensors
     positions, token = tensors["pos_embed"], tensors["cls_token"]
-    if not _has_rows(registers) or token.shape != (1, 1, positions.shape[2]) or not positions.dtype.is_floating_point:
+    is_token = is_plain(token) and token.shape == (1, 1, positions.shape[2])
+    if not _has_rows(registers) or not _has_rows(positions) or not is_token:
         raise WeightsError(f"register_tokens of {origin} has the shape {list(registers.shape)}, beside its class token")
     others = {key: tensor for key, tensor in tensors.items() if key != "register_tokens"}
     moved = {"cls_token": token + positions[:, :1], "pos_embed": positions[:, 1:], "reg_token": registers}
@@ -211,7 +218,13 @@ def _with_split_bias(tensors: Mapping[str, Tensor], *, origin: str) -> dict[str,
             split[key] = tensor
             continue
         mask = tensors.get(f"{key}_mask", torch.ones(()))
-        if tensor.ndim != 1 or len(tensor) % 3 or mask.shape not in ((), tensor.shape):
+        if (
+            not is_plain(tensor)
+            or not is_plain(mask)
+            or tensor.ndim != 1
+            or len(tensor) % 3
+            or mask.shape not in ((), tensor.shape)
+        ):
             raise WeightsError(f"{for_message(key)} of {origin} has the shape {list(tensor.shape)}")
         query, keys, value = (tensor * mask).chunk(3)
         if not bool((keys == 0).all()):
@@ -224,7 +237,7 @@ def _num_heads_dinov3(periods: Tensor | None, dim: int, given: int | None, *, or
     """From the periods of the rotations, a quarter as many as a head has channels; timm's files do not have them."""
     if periods is None:
         return _num_heads(dim, given, _NUM_HEADS_DINOV3, origin=origin)
-    if periods.ndim != 1 or not len(periods) or dim % (4 * len(periods)):
+    if not is_plain(periods) or periods.ndim != 1 or not len(periods) or dim % (4 * len(periods)):
         raise WeightsError(f"rope_embed.periods of {origin} has the shape {list(periods.shape)}, with width {dim}")
     num_heads = dim // (4 * len(periods))
     if given is not None and given != num_heads:
