@@ -99,10 +99,11 @@ def status_of(arguments: list[str]) -> int | str | None:
 
 
 def check_pretrain(options: list[str]) -> None:
-    # --output alone continues a run, --init takes the recipe of one; there is none here
-    own = [] if "--recipe" in options else ["--recipe", "massl-vits16", "--data.source", "photos/"]
-    call = parse_pretrain([*own, *options])
-    assert call.recipe.data.source, "which images?"
+    if "--recipe" not in options and options[0].startswith("--"):
+        # --output alone continues a run, --init takes the recipe of one; there is none here
+        options = ["--recipe", "massl-vits16", "--data.source", "photos/", *options]
+    call = parse_pretrain(options)
+    assert call.data or call.recipe.data.source, "which images?"
     assert call.output
 
 
@@ -206,6 +207,7 @@ def check_python(arguments: list[str]) -> None:
 MASSL_CHECKS: dict[str, Callable[[list[str]], Any]] = {
     "demo": lambda options: parse(DemoSettings, "demo", "", options),
     "pretrain": check_pretrain,
+    "plan": check_pretrain,
     "evaluate": lambda options: parse(EvaluateSettings, "evaluate", "", options),
     "embed": lambda options: parse(EmbedSettings, "embed", "", options),
     "visualize": lambda options: parse(VisualizeSettings, "visualize", "", options),

@@ -46,16 +46,14 @@ def test_the_folder_alone_continues_a_run_bit_for_bit(
     runs.assert_bitwise_equal(tmp_path / "run", tmp_path / "whole")
 
 
-def test_without_a_recipe_a_new_folder_is_refused(massl_here: Any, tmp_path: Path) -> None:
-    for given in (["--output", tmp_path / "new"], ["--output", tmp_path / "new", "--data", "my photos"]):
-        answer = massl_here("pretrain", *given)
-        assert answer.status == 1
-        assert "no run is there" in answer.text
-        assert "carp-" not in answer.text  # not a list of all recipes
-        command = answer.text.partition("Start one with: massl pretrain ")[2].partition(" (")[0]
-        call = parse_pretrain(shlex.split(command))
-        assert call.output == str(tmp_path / "new")
-        assert call.recipe.data.source == ("my photos" if "--data" in given else "photos/")
+def test_a_new_folder_without_images_is_refused(massl_here: Any, tmp_path: Path) -> None:
+    answer = massl_here("pretrain", "--output", tmp_path / "new")
+    assert answer.status == 1
+    assert "no run is there" in answer.text
+    assert "carp-" not in answer.text  # not a list of all recipes
+    command = answer.text.partition("Start one with: massl pretrain ")[2].partition(" (")[0]
+    call = parse_pretrain(shlex.split(command))
+    assert (call.recipe, call.data, call.output) == ("auto", "photos/", str(tmp_path / "new"))
     with pytest.raises(MasslError, match="no run is there"):
         massl.pretrain(output=tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -35,7 +35,7 @@ from massl.training.step import TrainingStep
 from massl.training.view_maker import ViewMaker
 
 _WARM_UP = {"cuda": 6, "cpu": 1}  # steps: a GPU runs three ordinary ones, records one and replays it
-_SECONDS = {"cuda": 8.0, "cpu": 4.0}  # of one timed pass, about
+_SECONDS = {"cuda": 8.0, "cpu": 3.0}  # of one timed pass, about
 _MOST_STEPS = {"cuda": 200, "cpu": 40}
 _FEWEST_STEPS = {"cuda": 20, "cpu": 3}
 _SLOW_STEP = 1.2  # seconds; on a CPU slower steps are timed on a part of the batch, in proportion to its images
