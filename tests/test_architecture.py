@@ -32,7 +32,7 @@ SUB_LAYERS = {
     "evaluations": [{"*"}, {"protocols"}],
     "reports": [{"published"}, {"*"}, {"comparison", "ablation", "pictures"}, {"page"}],
     "reports.page": [{"*"}, {"sections"}, {"assembly"}],
-    "commands": [{"*"}, {"compare", "evaluate", "report"}, {"ablate"}, {"completion"}],
+    "commands": [{"*"}, {"compare", "evaluate", "report"}, {"ablate", "demo"}, {"completion"}],
 }
 STRANGERS = {"reports.page.sections"}  # rooms whose files never import each other
 ENTRANCES = {PACKAGE / "__init__.py", PACKAGE / "__main__.py"}
