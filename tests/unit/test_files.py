@@ -10,6 +10,7 @@ import pytest
 from massl.files import (
     is_leftover,
     make_folder,
+    making_folder,
     open_in_place,
     read_limited,
     remove_leftovers,
@@ -46,6 +47,33 @@ def test_names_as_long_as_the_system_allows_can_be_written(tmp_path: Path) -> No
     path = tmp_path / ("x" * 250 + ".html")
     write_atomically(path, "page")
     assert path.read_text() == "page"
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "made"
+
+    def write_half() -> None:
+        with making_folder(path) as partial:
+            (partial / "a").write_text("half")
+            assert not path.exists()
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_half()
+    assert list(tmp_path.iterdir()) == []
+    with making_folder(path) as partial:
+        (partial / "a").write_text("whole")
+    assert (path / "a").read_text() == "whole"
+    assert list(tmp_path.iterdir()) == [path]
+
+    def write_again() -> None:
+        with making_folder(path) as partial:
+            (partial / "a").write_text("other")
+
+    with pytest.raises(OSError, match="not empty"):
+        write_again()
+    assert (path / "a").read_text() == "whole"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_files_with_other_names_are_no_leftovers(tmp_path: Path) -> None:

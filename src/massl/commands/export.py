@@ -1,7 +1,7 @@
 """`massl export`: a trained backbone as a folder that other libraries open."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,11 +25,12 @@ from massl.exports.transformers_folder import require_transformers, write_transf
 from massl.failures import printable
 from massl.files import making_folder
 from massl.reports.run_reader import read_run
-from massl.reports.runs import Run, RunError
+from massl.reports.runs import PROBE_METRICS, Run, RunError
 from massl.weights.facts import WeightsError
-from massl.weights.io import backbone_path
+from massl.weights.io import BACKBONE_FILE, BEST_FILE, backbone_path
 from massl.weights.models import open_model
 
+Which = Literal["last", "best"]
 Target = Literal["timm", "transformers", "onnx", "torchhub", "safetensors"]
 _WRITERS: dict[Target, Callable[[ExportJob, Path], Written]] = {
     "timm": write_timm,
@@ -59,6 +60,7 @@ class ExportSettings(Settings):
         "own file, with timm's names"
     )
     output: str = Field(description="folder to make; an existing one is refused")
+    which: Which = Field("last", description="of a run: the weights after the last step, or those of its best probe")
     image_size: str = Field(
         "", description="side in pixels, or HEIGHTxWIDTH such as 96x160; default: that of the training images"
     )
@@ -82,13 +84,15 @@ def export(
     to: Target,
     output: str | Path,
     image_size: int | tuple[int, int] | str | None = None,
+    which: Which = "last",
     push_to_hub: str | None = None,
 ) -> Path:
     """Write the backbone of a run (its folder, or a .safetensors file of massl) as a folder; returns the folder.
 
     `to` names the library that opens it: "timm", "transformers", "onnx", "torchhub" or "safetensors". `image_size` is a
     side in pixels or (height, width), by default that of the training images. The folder holds weights, how to prepare
-    images, and a model card. Only with `push_to_hub`, OWNER/NAME, is anything sent: to the Hugging Face Hub.
+    images, and a model card. `which`: the last or best weights of a run. Only with `push_to_hub`, OWNER/NAME, is
+    anything sent: to the Hugging Face Hub.
     """
     if isinstance(image_size, tuple | list):
         image_size = "x".join(map(str, image_size))
@@ -97,6 +101,7 @@ def export(
         "to": to,
         "output": str(output),
         "image_size": "" if image_size is None else str(image_size),
+        "which": which,
         "push_to_hub": push_to_hub or "",
     }
     return run_export(validate(ExportSettings, values, origin="export"))
@@ -136,9 +141,9 @@ def _job(settings: ExportSettings) -> ExportJob:
     path = Path(settings.run).expanduser()
     if not path.exists():
         raise ExportError(f"{path} does not exist; give the folder of a massl run, or a backbone file that massl wrote")
-    if backbone_path(path).suffix != ".safetensors":
+    if backbone_path(path, which=settings.which).suffix != ".safetensors":
         raise WeightsError(f"{path} was not written by massl; make a backbone of it first: massl import {path}")
-    model = open_model(path)
+    model = open_model(path, which=settings.which)
     return ExportJob(model=model, size=chosen_size(model, settings.image_size))
 
 
@@ -158,6 +163,7 @@ def _write_card(
         folder=name,
         repository=settings.push_to_hub,
         run=run,
+        probe={} if run is None else _probe_of(run, backbone_path(path, which=settings.which)),
         data=None if run is None else data_facts(of_run),
         results=() if run is None else _results_of(of_run, job.model.fingerprint, console),
         has_curves=run is not None and draw_curves(run, unfinished / "curves.png"),
@@ -174,6 +180,15 @@ def _run_of(folder: Path, console: Console) -> Run | None:
     except (RunError, MasslError, OSError, UnicodeError) as error:
         print_line(console, f"the model card leaves out recipe and scores: {error}", style="yellow")
         return None
+
+
+def _probe_of(run: Run, file: Path) -> Mapping[str, float]:
+    """The row of the last or best probe; empty where there is none, or if the file is another of the folder."""
+    rows = [row for row in run.rows if any(name in row for name in PROBE_METRICS)]
+    if file.name == BEST_FILE:
+        best = next((row["best_step"] for row in reversed(rows) if "best_step" in row), None)
+        rows = [row for row in rows if row["step"] == best]
+    return rows[-1] if rows and file.name in (BACKBONE_FILE, BEST_FILE) else {}
 
 
 def _results_of(folder: Path, weights: str, console: Console) -> list[ResultRow]:

@@ -14,7 +14,7 @@ import yaml
 from massl.evaluations.results import ResultRow
 from massl.exports.job import ExportJob, Written
 from massl.json_lines import read_json
-from massl.reports.runs import Run
+from massl.reports.runs import PROBE_METRICS, Run
 
 _LONGEST = 200  # characters of a value
 _MOST_VALUES = 400  # of a recipe
@@ -69,6 +69,7 @@ def model_card(
     folder: str,
     repository: str,
     run: Run | None,
+    probe: Mapping[str, float],
     data: Mapping[str, Any] | None,
     results: Sequence[ResultRow],
     has_curves: bool,
@@ -107,7 +108,7 @@ def model_card(
         f"differ by at most {difference} (float32).",
         "## Images",
         _preparation(job, written),
-        *_scores(run, results, has_curves=has_curves),
+        *_scores(run, probe, results, has_curves=has_curves),
         *_training(run, data),
         "## Before you publish it",
         "State the licence of the weights and of the images, and whether people in the images agreed. massl adds no "
@@ -146,7 +147,9 @@ def _preparation(job: ExportJob, written: Written) -> str:
     )
 
 
-def _scores(run: Run | None, results: Sequence[ResultRow], *, has_curves: bool) -> list[str]:
+def _scores(
+    run: Run | None, probe: Mapping[str, float], results: Sequence[ResultRow], *, has_curves: bool
+) -> list[str]:
     parts: list[str] = []
     if results:
         lines = [
@@ -154,19 +157,13 @@ def _scores(run: Run | None, results: Sequence[ResultRow], *, has_curves: bool) 
             for row in results
         ]
         parts.append(_table(lines, heading=("protocol", "data", "setting", "metric", "value", "images")))
-    last = {} if run is None else next((row for row in reversed(run.rows) if _probed(row)), {})
-    if run is not None and last:
-        values = [(name.replace("_", " "), f"{last[name]:.2f}") for name in _probed(last)]
+    if run is not None and probe:
+        values = [(name.replace("_", " "), f"{probe[name]:.2f}") for name in PROBE_METRICS if name in probe]
         raw = [] if run.raw_pixel_knn is None else [("k-NN of the raw pixels", f"{run.raw_pixel_knn:.2f}")]
-        parts += [f"Last probe, at step {last['step']:,.0f}:", _table([*values, *raw])]
+        parts += [f"Probe of the run at step {probe['step']:,.0f}:", _table([*values, *raw])]
     if has_curves:
         parts.append("![Loss and probes over training](curves.png)")
     return ["## Scores", *parts] if parts else []
-
-
-def _probed(row: Mapping[str, float]) -> list[str]:
-    names = ("knn_top1", "other_view_top1", "effective_rank")
-    return [name for name in names if name in row]
 
 
 def _training(run: Run | None, data: Mapping[str, Any] | None) -> list[str]:

@@ -1,3 +1,4 @@
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ import yaml
 
 from massl.commands.export import ExportSettings, run_export
 from massl.exports.card import escaped, without_folders
+from massl.weights.io import BEST_FILE
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,18 @@ def test_the_card_tells_recipe_data_and_scores_of_these_weights_only(tiny_run: P
     assert "1,234" in card
     assert "trainer.epochs" in card
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_best_weights_have_their_own_probe(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    run = make_run()
+    (run / BEST_FILE).write_bytes((run / "backbone.safetensors").read_bytes())
+    rows = [json.loads(line) | {"best_step": 5} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"run": str(run), "to": "safetensors"}
+    last = run_export(ExportSettings(**settings, output=str(tmp_path / "last")))
+    best = run_export(ExportSettings(**settings, output=str(tmp_path / "best"), which="best"))
+    assert "at step 10:" in (last / "README.md").read_text()
+    assert "at step 5:" in (best / "README.md").read_text()
 
 
 def test_nothing_in_the_folder_names_this_machine(tiny_run: Path, tmp_path: Path) -> None:
