@@ -1,7 +1,9 @@
 """Reads tokens of the last blocks and the class token's attention from a backbone, for evaluations."""
 
 import torch
-from torch import Tensor
+from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+from timm.models.eva import EvaAttention, EvaBlock
+from torch import Tensor, nn
 
 from massl.config import MasslError
 from massl.nn.backbone import Backbone
@@ -82,15 +84,23 @@ def class_attention(backbone: Backbone, images: Tensor) -> Tensor:
     """
     model = require_class_token(backbone, purpose="an attention map")
     block: PlainBlock = model.blocks[-1]
-    if not has_plain_attention(block):
+    is_rotated = type(block.attn) is EvaAttention and block.attn.qkv is not None and isinstance(block, EvaBlock)
+    if not has_plain_attention(block) and not (is_rotated and isinstance(block.attn.q_norm, nn.Identity)):
         raise UnsuitableModel(f"the attention of {backbone.model_name} is not timm's plain one and cannot be read")
-    tokens = embed_images(model, images)
+    tokens, rotations = embed_images(model, images), backbone.rotations(images)
     for earlier in model.blocks[:-1]:
-        tokens = earlier(tokens)
+        tokens = earlier(tokens) if rotations is None else earlier(tokens, rope=rotations)
     attention = block.attn
     num_images, num_tokens, _ = tokens.shape
-    qkv = attention.qkv(block.norm1(tokens)).view(num_images, num_tokens, 3, attention.num_heads, attention.head_dim)
+    qkv = attention.qkv(block.norm1(tokens))
+    if is_rotated and attention.q_bias is not None:
+        qkv = qkv + torch.cat([attention.q_bias, attention.k_bias, attention.v_bias])
+    qkv = qkv.view(num_images, num_tokens, 3, attention.num_heads, attention.head_dim)
     query, key = qkv[:, 0, 0].float(), qkv[:, :, 1].float()  # [B, heads, d], [B, tokens, heads, d]
+    if rotations is not None:  # of patches; class and register tokens have no place
+        prefix, patches = key.tensor_split([model.num_prefix_tokens], dim=1)
+        rotated = apply_rot_embed_cat(patches.transpose(1, 2), rotations, half=attention.rotate_half)
+        key = torch.cat([prefix, rotated.transpose(1, 2)], dim=1)
     with torch.autocast(images.device.type, enabled=False):  # float32 even where the network runs in bfloat16
         logits = torch.einsum("bhd,bthd->bht", query, key) * attention.head_dim**-0.5
     grid = (images.shape[2] // backbone.patch_size, images.shape[3] // backbone.patch_size)

@@ -45,7 +45,9 @@ def choose_execution(
         if device.type != "cuda" or not bf16:
             reasons = {"they need a GPU and bf16"}
         because = "; ".join(sorted(reason for reason in reasons if reason))
-        networks = f"plain ({because})" if because else f"fused, {'fp32' if float32_stream else 'bf16'} residual stream"
+        is_slower = device.type == "cuda" and bf16 and all(backbone.is_transformer for backbone in backbones)
+        plain = f"plain{', which is slower' if is_slower else ''} ({because})"
+        networks = plain if because else f"fused, {'fp32' if float32_stream else 'bf16'} residual stream"
     if device.type == "cuda":
         for backbone in backbones:
             if not backbone.is_transformer:

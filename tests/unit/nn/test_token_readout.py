@@ -16,6 +16,9 @@ from massl.nn.token_readout import (
 OPTIONS: dict[str, int | float | bool | str] = {"embed_dim": 24, "depth": 3, "num_heads": 3}
 PLAIN = BackboneSettings(name="vit_tiny_patch16_224", image_size=32, patch_size=8, timm_options=OPTIONS)
 REGISTERS = BackboneSettings(name="vit_small_patch14_reg4_dinov2", image_size=28, timm_options=OPTIONS)
+DINOV3 = BackboneSettings(
+    name="vit_small_patch16_dinov3_qkvb", image_size=32, timm_options={**OPTIONS, "global_pool": "token"}
+)
 NO_CLASS_TOKEN = BackboneSettings(name="vit_little_patch16_reg4_gap_256", image_size=32, timm_options=OPTIONS)
 
 
@@ -45,7 +48,9 @@ def softmax_inside_timm(backbone: Backbone, batch: Tensor) -> Tensor:  # -> [B, 
     return caught[0]
 
 
-@pytest.mark.parametrize("settings", [PLAIN, REGISTERS], ids=["class token", "class and register tokens"])
+@pytest.mark.parametrize(
+    "settings", [PLAIN, REGISTERS, DINOV3], ids=["class token", "class and register tokens", "rotations"]
+)
 @pytest.mark.parametrize(
     ("height", "width"), [(0, 0), (56, 112), (112, 56), (61, 45)], ids=["own size", "wide", "high", "no multiple"]
 )
@@ -95,14 +100,18 @@ def test_logits_stay_in_float32_where_the_network_runs_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [PLAIN, REGISTERS, NO_CLASS_TOKEN], ids=["class token", "registers", "mean of patches"]
+    "settings",
+    [PLAIN, REGISTERS, NO_CLASS_TOKEN, DINOV3],
+    ids=["class token", "registers", "mean of patches", "rotations"],
 )
 @torch.no_grad()
 def test_layers_are_those_of_timm_through_the_final_norm(settings: BackboneSettings) -> None:
     backbone = backbone_of(settings)
     batch = images(2, 3, settings.image_size or 0, settings.image_size or 0)
     layers = last_layers(backbone, batch, num_layers=3)
-    theirs = backbone.model.get_intermediate_layers(batch, n=3, norm=True, return_prefix_tokens=True)
+    theirs = backbone.model.forward_intermediates(
+        batch, indices=3, norm=True, return_prefix_tokens=True, output_fmt="NLC", intermediates_only=True
+    )
     for layer, (patches, prefix) in zip(layers, theirs, strict=True):
         torch.testing.assert_close(layer.patches, patches, rtol=1e-4, atol=1e-5)
         if has_class_token(backbone):

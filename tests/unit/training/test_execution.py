@@ -38,6 +38,9 @@ def test_the_choice_is_described_with_its_reason() -> None:
     assert chosen("vit_tiny_patch16_224", ON_GPU, float32_stream=True).networks == "fused, fp32 residual stream"
     assert chosen("vit_tiny_patch16_224", ON_GPU, bf16=False).networks == "plain (they need a GPU and bf16)"
     assert chosen("resnet18", ON_GPU).networks == "plain (the backbone is no vision transformer)"
+    assert chosen("vit_small_patch16_dinov3", ON_GPU).networks == (
+        "plain, which is slower (its blocks rotate queries and keys)"
+    )
     assert chosen("vit_tiny_patch16_224", torch.device("cpu")) == Execution(
         networks="plain (they need a GPU and bf16)", cuda_graph=False
     )
