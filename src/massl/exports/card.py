@@ -36,18 +36,18 @@ def escaped(text: str) -> str:
 
 def without_folders(text: str) -> str:
     """A path or an address of data without its folders: torchvision:CIFAR10?root=/home/me/sets -> ...?root=sets."""
+    if text.startswith("joined:"):
+        return "joined:" + "|".join(without_folders(part.strip()) for part in text[7:].split("|"))
     scheme = re.match(r"[A-Za-z][\w+-]*:(?!//)", text)
-    head, rest = (scheme[0], text[scheme.end() :]) if scheme else ("", text)
-    path, mark, query = rest.partition("?")
-    pairs = (pair.partition("=") for pair in re.split("[&;]", query)) if mark else ()
-    shown = "&".join(f"{key}{equals}{_last(value)}" for key, equals, value in pairs)
-    return f"{head}{_last(path)}{mark}{shown}"
+    if scheme is None:
+        return _last(text)
+    path, mark, query = text[scheme.end() :].partition("?")
+    pairs = (pair.partition("=") for pair in query.split("&"))
+    return scheme[0] + _last(path) + mark + "&".join(f"{_last(key)}{sign}{_last(value)}" for key, sign, value in pairs)
 
 
 def _last(path: str) -> str:
-    """The last part of a path; several paths in one text, joined by commas or plus signs, each lose their folders."""
-    parts = re.split(r"([,+])", path.replace("\\", "/"))
-    return "".join(PurePosixPath(part).name if "/" in part else part.strip("~") for part in parts)
+    return PurePosixPath(path.replace("\\", "/")).name if re.search(r"[/\\]", path) else path
 
 
 def shareable(value: Any) -> Any:

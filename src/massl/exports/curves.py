@@ -19,7 +19,9 @@ _MOST_PANELS = 3
 
 def draw_curves(run: Run, path: Path) -> bool:
     """Write the picture; False if the run has no curve of at least two points."""
-    curves = {title: run.measured(metric) for metric, title in _TITLES.items()}
+    curves = {
+        title: [(row["step"], row[metric]) for row in run.rows if metric in row] for metric, title in _TITLES.items()
+    }
     shown = [(title, points) for title, points in curves.items() if len(points) >= 2][:_MOST_PANELS]
     if not shown:
         return False
@@ -27,8 +29,8 @@ def draw_curves(run: Run, path: Path) -> bool:
     FigureCanvasAgg(figure)
     for number, (title, points) in enumerate(shown):
         axes = figure.add_subplot(1, len(shown), number + 1)
-        axes.plot([point.epoch for point in points], [point.value for point in points], linewidth=1.4)
+        axes.plot(*zip(*points, strict=True), linewidth=1.4)
         axes.set_title(title, fontsize=SMALL_POINTS + 1)
-        style_axes(axes, "epoch", tick_points=SMALL_POINTS)
+        style_axes(axes, "step", tick_points=SMALL_POINTS)
     figure.savefig(path, dpi=120, metadata={"Software": None})
     return True
