@@ -19,7 +19,9 @@ from massl.reports.run_reader import read_run
 from massl.reports.verdict import verdict
 
 STEP_KEYS = {"step", "epoch", "loss", "lr", "weight_decay", "momentum", "teacher_temperature", "images_per_second"}
+CHOICE_KEYS = {"best_step", "flat_probes"}  # not at step 0: random weights are never the best
 PROBE_KEYS = {
+    "alpha_req",
     "knn_top1",
     "effective_rank",
     "embedding_spread",
@@ -80,7 +82,8 @@ def test_run_folder_holds_recipe_environment_metrics_and_backbone(
     assert [row["step"] for row in rows] == list(range(19))
     assert [row["epoch"] for row in rows] == [step // 6 for step in range(19)]
     for row in rows:
-        assert row.keys() == STEP_KEYS | (PROBE_KEYS if row["step"] % 6 == 0 else set())
+        chosen = CHOICE_KEYS if row["step"] > 0 else set()
+        assert row.keys() == STEP_KEYS | (PROBE_KEYS | chosen if row["step"] % 6 == 0 else set())
     assert all(row["images_per_second"] > 0 for row in rows[1:])
     assert rows[0]["loss"] == rows[1]["loss"]  # both of the first batch before any training
 

@@ -113,13 +113,14 @@ def test_longer_max_steps_continues_a_run(
     assert runs.state(run)["step"] == 8
     answer = server.run(*command(run), "--trainer.max_steps", "None")
     assert answer.status == 0
-    # The ends at 5 and 8 were probed, which the uninterrupted run has not done.
-    probe_keys = {"knn_top1", "other_view_top1", "effective_rank"}
+    # The ends at 5 and 8 were probed, which the uninterrupted run has not done; these probes count as flat ones too.
+    probe_keys = {"knn_top1", "other_view_top1", "effective_rank", "alpha_req", "best_step", "flat_probes"}
     probe_keys |= {"embedding_spread", "teacher_entropy", "memory_winner_share"}
     for row, expected in zip(runs.rows(run), runs.rows(uninterrupted), strict=True):
         extra = row.keys() - expected.keys()
         assert extra == (probe_keys if row["step"] in (5, 8) else set())
-        assert {key: value for key, value in row.items() if key not in extra} == expected
+        flat = {"flat_probes": expected["flat_probes"]} if "flat_probes" in expected else {}
+        assert {key: value for key, value in row.items() if key not in extra} | flat == expected
     assert runs.difference(runs.backbone(run), runs.backbone(uninterrupted)) is None
 
 

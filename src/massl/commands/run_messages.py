@@ -153,7 +153,8 @@ def summarise(result: FitResult, trainer: Trainer, probe: Probe | None, console:
         )
     else:
         print_line(console, f"finished: all {result.step} steps are done; for another run choose another --output")
-    files = "backbone.safetensors, metrics.jsonl, recipe.yaml, checkpoints/, tensorboard/"
+    best = "" if probe is None else ", best.safetensors"
+    files = f"backbone.safetensors{best}, metrics.jsonl, recipe.yaml, checkpoints/, tensorboard/"
     print_line(console, f"run folder: {folder.path} ({files})")
     if probe is not None:
         if raw_pixels is not None:

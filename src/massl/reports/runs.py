@@ -96,6 +96,11 @@ class Run:
         recipe, output = self.folder / "recipe.yaml", f"{self.folder}-again"
         return [*self.launcher, "pretrain", "--recipe", str(recipe), "--output", output]
 
+    @property
+    def start_words(self) -> str:
+        """What the first probe looked at."""
+        return "the weights it started from" if (self.folder / "start.json").is_file() else "random weights"
+
     # ---- k-NN probes: `first`, `last` and `best` need at least one; runs without labels have none --------------------
 
     @cached_property

@@ -68,7 +68,7 @@ def _with_labels(run: Run) -> Verdict:
     is_short = is_rising or not run.finished or run.rows[-1]["step"] < _FEW_STEPS
     advice = _train_on(run) if is_short else _look_at_curves(run)
     if gain < margin:
-        headline = "worse than random weights" if gain < -margin else "did not improve on random weights"
+        headline = f"{'worse than' if gain < -margin else 'did not improve on'} {run.start_words}"
         reasons += () if is_rising else _best_words(run)
         return Verdict(kind="not improved", headline=headline + trend, reasons=reasons, next_step=advice)
     if run.raw_pixel_knn is not None and run.last.knn_top1 < run.raw_pixel_knn - margin:
@@ -92,7 +92,7 @@ def _without_labels(run: Run) -> Verdict:
     ):
         values = [row[key] for row in run.rows if key in row]
         if len(values) > 1:
-            reasons.append(f"{words}: {values[0]:{form}} with random weights, {values[-1]:{form}} {_when(run)}.")
+            reasons.append(f"{words}: {values[0]:{form}} with {run.start_words}, {values[-1]:{form}} {_when(run)}.")
     headline = "no sign of collapse; without labels the accuracy is unknown"
     next_step = _look_at_neighbours(run)
     return Verdict(kind="no labels", headline=headline, reasons=tuple(reasons), next_step=next_step)
@@ -153,7 +153,7 @@ def _accuracy_words(run: Run) -> tuple[str, ...]:
     queries = "" if run.num_queries is None else f" on {run.num_queries:,} images"
     gain = f"{last:.1f} % {_when(run)} ({last - first:+.1f} points)"
     return (
-        f"k-NN accuracy: {first:.1f} % with random weights, {gain}.{pixels} "
+        f"k-NN accuracy: {first:.1f} % with {run.start_words}, {gain}.{pixels} "
         f"Differences below {_margin(run):.1f} points may be chance{queries}.",
     )
 

@@ -62,7 +62,8 @@ def fall_below(row: Row, start: Row, *, num_queries: int) -> str:
 def ended_early(row: Row, *, stop_when_flat: int, guard: str) -> str:
     """Why a run ends with this probe before its schedule does, in words; "" if it does not."""
     if 0 < stop_when_flat <= row.get("flat_probes", 0):
-        return f"{SCORE} has not risen for {row['flat_probes']:.0f} probes (trainer.stop_when_flat {stop_when_flat})"
+        num_probes = f"{row['flat_probes']:.0f} probe{'' if row['flat_probes'] == 1 else 's'}"
+        return f"{SCORE} has not risen for {num_probes} (trainer.stop_when_flat {stop_when_flat})"
     if guard == "stop" and row.get("fell_below_start", 0) > 0:
         return "the features fell below those it started from (trainer.guard stop)"
     return ""

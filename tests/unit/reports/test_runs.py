@@ -106,3 +106,32 @@ def test_labels_are_as_short_as_tells_folders_apart() -> None:
 def test_a_folder_named_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is named twice; name every run once"):
         distinct_labels([tmp_path / "a", tmp_path / "b" / ".." / "a"])
+
+
+def test_the_best_probe_by_the_rule_without_labels_is_told_beside_the_last(make_run: MakeRun, rows: Rows) -> None:
+    assert (run_of(make_run("old")).best_row, run_of(make_run("older")).best_words) == (None, "")
+    probed = [row for row in rows if "knn_top1" in row and row["step"] > 0]
+    for number, row in enumerate(probed):
+        row |= {"other_view_top1": 30.0 - number, "best_step": probed[min(number, 1)]["step"], "flat_probes": number}
+    run = run_of(make_run("a", rows=rows))
+    assert run.best_row == probed[1]
+    assert "step 15, not the last probe of step 20" in run.best_words
+    assert "k-NN 55.0 against 50.0 %" in run.best_words
+    probed[-1]["best_step"] = 20
+    assert "the last probe, of step 20" in run_of(make_run("b", rows=rows)).best_words
+
+
+def test_a_run_that_ended_early_by_its_settings_is_finished(make_run: MakeRun, rows: Rows) -> None:
+    for row in rows:
+        row |= {"flat_probes": 2, "fell_below_start": 1.0}
+    assert not run_of(make_run("a", {"trainer.epochs": 9}, rows=rows)).finished
+    for name, key, value in (("flat", "trainer.stop_when_flat", 2), ("guard", "trainer.guard", "stop")):
+        run = run_of(make_run(name, {"trainer.epochs": 9, key: value}, rows=rows))
+        assert (run.finished, run.state) == (True, "ended early at step 20")
+
+
+def test_what_the_first_probe_looked_at_is_told(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    assert run_of(folder).start_words == "random weights"
+    (folder / "start.json").write_text("{}")
+    assert run_of(folder).start_words == "the weights it started from"

@@ -84,5 +84,6 @@ def test_a_run_ends_early_only_where_it_was_asked_for() -> None:
     assert ended_early(row, stop_when_flat=4, guard="warn") == ""
     assert "for 3 probes (trainer.stop_when_flat 3)" in ended_early(row, stop_when_flat=3, guard="warn")
     assert "trainer.guard stop" in ended_early(row, stop_when_flat=0, guard="stop")
-    assert chooser(stop_when_flat=3)[0].ended(row) and not chooser()[0].ended(row)
+    assert chooser(stop_when_flat=3)[0].ended(row)
+    assert not chooser()[0].ended(row)
     assert chooser(stop_when_flat=3)[0].ended(None) == ""
