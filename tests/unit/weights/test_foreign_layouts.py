@@ -195,7 +195,9 @@ RESNETS: dict[str, tuple[Callable[[], State], Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize("network", RESNETS)
+@pytest.mark.parametrize(
+    "network", ["ResNet-18", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ResNet-50", "ResNeXt"))]
+)
 def test_resnets_give_the_features_of_torchvision_at_two_sizes(network: str, tmp_path: Path) -> None:
     make, build, summary = RESNETS[network]
     state = make()
@@ -261,6 +263,7 @@ def test_training_checkpoints_of_dinov2_have_their_blocks_in_chunks(tmp_path: Pa
     assert torch.equal(loaded.backbone(images(56, 56)).pooled, expected.backbone(images(56, 56)).pooled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", sorted(set(_CONVNEXTS.values())))
 @pytest.mark.parametrize("family", ["convnext", "convnextv2"])
 def test_the_size_of_every_convnext_of_timm_follows_from_its_shapes(family: str, size: str) -> None:
@@ -274,6 +277,7 @@ def test_the_size_of_every_convnext_of_timm_follows_from_its_shapes(family: str,
     assert found.timm_arguments["model_name"] == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*sorted(_RESNETS.values()), "wide_resnet50_2", "resnext101_32x8d"])
 def test_every_plain_resnet_of_timm_follows_from_its_shapes(name: str) -> None:
     with torch.device("meta"):
