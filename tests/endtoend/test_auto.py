@@ -91,3 +91,27 @@ def test_what_cannot_be_planned_is_said(photos: Path, massl_here: Any, arguments
     answer = massl_here(*arguments)
     assert answer.status in (1, 2)
     assert re.search(message, answer.text), answer.text
+
+
+@pytest.mark.slow
+def test_auto_is_compared_for_equal_minutes_and_continues(photos: Path, massl_here: Any, tmp_path: Path) -> None:
+    options = ["trainer.device=cpu", "probes.every_epochs=0", "views.global_size=8", "backbone.patch_size=4"]
+    command = [
+        "compare",
+        "--recipes",
+        "auto",
+        "--data",
+        "photos",
+        "--minutes",
+        "0.02",
+        "--output",
+        "out",
+        "--set",
+        *options,
+    ]
+    answer = massl_here(*command)
+    assert "auto: " in answer.text
+    assert (tmp_path / "out" / "auto" / "plan.txt").is_file(), answer.text
+    again = massl_here(*command)
+    assert "auto: the run exists and keeps its length" in again.text
+    assert "failed" not in again.text

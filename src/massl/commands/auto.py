@@ -82,9 +82,12 @@ def resolve(
         tell(chosen.explanation.rstrip())
         return chosen
     found = resolve_recipe(recipe or recipe_of_run(run, init_run, data=data), data, overrides)
+    if minutes is not None and has_run:
+        tell(f"the run exists and keeps its length, trainer.epochs {found.trainer.epochs}")
     if minutes is None or has_run:
         return Resolved(recipe=found)
-    return _lasting(found, minutes, dotted(overrides, PretrainRecipe), tell)
+    source = training_images(found, may_download=data is not None)
+    return _lasting(found, source, minutes, dotted(overrides, PretrainRecipe), tell)
 
 
 def planned_recipe(plan: Plan) -> PretrainRecipe:
@@ -124,9 +127,15 @@ def _automatic(
     return Resolved(recipe=planned_recipe(plan), plan=plan, images=facts, speed=speed)
 
 
-def _lasting(recipe: PretrainRecipe, minutes: float, given: Mapping[str, Any], tell: Callable[[str], None]) -> Resolved:
+def _lasting(
+    recipe: PretrainRecipe,
+    source: ImageSource,
+    minutes: float,
+    given: Mapping[str, Any],
+    tell: Callable[[str], None],
+) -> Resolved:
     """The recipe with the epochs that fill the minutes, and shorter warm-ups."""
-    speed, epochs, why = _trial(recipe, training_images(recipe), minutes, None, tell)
+    speed, epochs, why = _trial(recipe, source, minutes, None, tell)
     tell(f"trainer.epochs {epochs}: {why}")
     changes = {"trainer.epochs": epochs, **shortened_warm_ups(recipe, epochs=epochs, given=given)}
     return Resolved(recipe=resolve_recipe(recipe, None, changes), speed=speed)

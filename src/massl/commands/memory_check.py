@@ -23,16 +23,19 @@ def counted_gib(recipe: PretrainRecipe, device: torch.device) -> float | None:
 
 
 def require_memory(recipe: PretrainRecipe, source: ImageSource, device: torch.device, console: Console) -> None:
-    """Refuse a run that cannot fit. By count first; a GPU that is near its limit is tried with small batches."""
+    """Refuse a run that cannot fit. By count first; a GPU that is near its limit is tried with small batches.
+
+    Networks other than plain ViTs cannot be counted and are not tried: `massl plan` measures them.
+    """
     counted, free = counted_gib(recipe, device), free_memory_gib(device)
-    if counted is not None and counted <= _SURE_SHARE * free:
+    if counted is None or counted <= _SURE_SHARE * free:
         return
     if device.type == "cuda" and distributed.world_size() == 1:
         with working(console, "measuring the memory of a step"):
             memory = measured_memory(recipe, source, device)
         if memory.needed > free:
             raise RecipeError(too_large(recipe, memory.needed, free, "the GPU"))
-    elif counted is not None and counted > free:
+    elif counted > free:
         where = "this machine" if device.type == "cpu" else "the GPU"
         print_line(console, f"warning: {too_large(recipe, counted, free, where)}", style="yellow")
 

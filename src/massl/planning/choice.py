@@ -95,7 +95,8 @@ def _choose_trainer(plan: Plan, images: ImageFacts, device: DeviceFacts, limits:
         why = f"{rules.LEAST_STEPS_PER_EPOCH} steps or more in each pass over your {n:,} images"
     elif limits.batch_size < wanted:
         why = "a small batch, so that a CPU makes steps"
-    size = max(size, device.num_processes)
+    if (processes := device.num_processes) > 1:  # equal shares
+        size = processes * _power_of_two(size / processes)
     plan.set("trainer.batch_size", min(size, n), why)
     plan.set("trainer.accumulation_steps", 1, "")
     plan.set("trainer.activation_checkpointing", False, "")

@@ -40,6 +40,7 @@ _MOST_STEPS = {"cuda": 200, "cpu": 40}
 _FEWEST_STEPS = {"cuda": 20, "cpu": 3}
 _SLOW_STEP = 1.2  # seconds; on a CPU slower steps are timed on a part of the batch, in proportion to its images
 _SMALLEST_PART = 8
+_BATCHES_AHEAD = 3  # that the loader keeps on the device while a step runs
 _MEMORY_STEPS = 5  # enough to record a step and replay it once
 _PROBE_IMAGES = {"cuda": 2048, "cpu": 64}
 
@@ -130,9 +131,9 @@ def measure_memory(recipe: TrialRecipe, source: ImageSource, device: torch.devic
     """The peak at the recipe's batch size, extrapolated from an eighth and a quarter of it; a GPU only."""
     parts, share = recipe.trainer.accumulation_steps, recipe.trainer.batch_size // distributed.world_size()
     wanted = share // parts
-    sizes = sorted({max(1, wanted // 8), max(2, wanted // 4)})
+    sizes = [max(2, wanted // 8), max(4, wanted // 4)]
     peaks = [_peak(recipe, source, size, device) for size in sizes]
-    if len(sizes) == 1 or sizes[-1] >= wanted:
+    if sizes[-1] >= wanted:
         return peaks[-1]
 
     def extrapolated(low: float, high: float) -> float:
@@ -155,7 +156,9 @@ def _peak(recipe: TrialRecipe, source: ImageSource, batch_size: int, device: tor
     for _ in range(_MEMORY_STEPS):
         steps(images)
     torch.cuda.synchronize(device)
-    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    ahead = _BATCHES_AHEAD * images.images.pixels.nbytes
+    allocated = torch.cuda.max_memory_allocated(device) + ahead
+    reserved = torch.cuda.max_memory_reserved(device) + ahead
     del images
     torch.cuda.reset_peak_memory_stats(device)
     staying, probe = torch.cuda.memory_allocated(device), 0

@@ -99,6 +99,14 @@ def test_a_small_gpu_gets_a_smaller_batch_or_parts_and_a_given_batch_stays() -> 
     assert (given["trainer.batch_size"], given["trainer.activation_checkpointing"]) == (256, True)
 
 
+@pytest.mark.parametrize("num_processes", [2, 3, 6, 8])
+def test_several_processes_get_equal_shares_of_a_batch(num_processes: int) -> None:
+    device = DeviceFacts(kind="cuda", name="", memory_gib=24, num_cores=4, host_gib=32, num_processes=num_processes)
+    trainer = planned_recipe(chosen(1_281_167, 500, device)).trainer
+    assert trainer.batch_size % (num_processes * trainer.accumulation_steps) == 0
+    assert 512 <= trainer.batch_size <= 1024
+
+
 def test_images_are_cached_if_the_host_has_room_and_arrays_never() -> None:
     assert chosen(10_000, 500).values["data.cache_gib"] == pytest.approx(3.1, abs=0.2)
     assert chosen(3_000_000, 500).values["data.cache_gib"] == pytest.approx(rules.CACHE_SHARE * 128, abs=0.1)

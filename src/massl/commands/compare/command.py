@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from rich.console import Console
 
 from massl.commands.arguments import exit_status, parse
+from massl.commands.auto import resolve
 from massl.commands.compare.minutes import refuse_other_minutes, timed_overrides
 from massl.commands.console import (
     command_text,
@@ -24,6 +25,7 @@ from massl.commands.console import (
 from massl.commands.device import release_memory
 from massl.commands.pretrain import RunInterrupted, pretrain
 from massl.commands.recipe import TrainingImages, as_set_options, load_recipe, parse_set_options
+from massl.commands.recipes import AUTO
 from massl.config import MasslError, RecipeError, Settings, validate
 from massl.data.sources import open_source
 from massl.files import write_atomically
@@ -39,7 +41,7 @@ DESCRIPTION = """Put runs side by side: k-NN accuracy (without labels: measures 
 massl compare --runs runs/a runs/b --output comparison
 massl compare --methods massl,dino,ibot --recipe demo --output runs/compare
 massl compare --recipes massl-tiny,dino-tiny --data photos/ --set trainer.epochs=20 --output runs/compare
-massl compare --recipes massl-tiny,dino-tiny --data photos/ --minutes 10 --output runs/compare
+massl compare --recipes auto,mocov3-tiny --data photos/ --minutes 10 --output runs/compare
 
 The last three train first, each run in its own folder below --output; the same command again continues. Table,
 commands and figure go to comparison.md, .json, .png and .svg."""
@@ -50,7 +52,7 @@ class CompareSettings(Settings):
 
     runs: tuple[str, ...] = Field((), description="run folders, finished or in progress")
     recipes: tuple[str, ...] = Field(
-        (), description="recipes to train and compare: names or YAML files, separated by commas or spaces"
+        (), description="recipes to train and compare: auto, names or YAML files, separated by commas or spaces"
     )
     methods: tuple[str, ...] = Field(
         (), description="methods to train with one recipe and compare: names, separated by commas or spaces"
@@ -226,8 +228,12 @@ def _train_all(
 def _overrides_lasting(minutes: float, training: _Training, data: str, console: Console) -> dict[str, Any]:
     """The overrides of a training, with those that make it last `minutes`."""
     images = {"data.source": data} if data else {}
-    recipe = load_recipe(training.recipe, {**training.overrides, **images})
-    if "data.source" in {**training.overrides, **images}:
+    asked = {**training.overrides, **images}
+    if training.recipe == AUTO:
+        recipe = resolve(AUTO, data=data or None, overrides=training.overrides, run=training.output, quiet=True).recipe
+    else:
+        recipe = load_recipe(training.recipe, asked)
+    if "data.source" in asked:
         open_source(recipe.data.source, may_download=True)  # the trial takes the recipe, which starts no download
 
     def tell(what: str) -> None:
