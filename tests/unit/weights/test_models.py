@@ -468,6 +468,31 @@ def test_a_tag_loads_the_published_weights_without_their_classifier(monkeypatch:
     assert torch.equal(refused.backbone(IMAGES).pooled, open_model("test_vit").backbone(IMAGES).pooled)
 
 
+@torch.inference_mode()
+def test_published_weights_are_those_of_timm_at_other_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {key: 0.1 * torch.randn(value.shape) for key, value in timm.create_model("test_vit").state_dict().items()}
+    published(monkeypatch, weights)
+    opened = open_model("test_vit.r160_in1k")
+    theirs = timm.create_model("test_vit", num_classes=0, dynamic_img_size=True).eval()
+    theirs.load_state_dict(opened.backbone.model.state_dict())
+    for size in (160, 96):
+        batch = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+        torch.testing.assert_close(opened.backbone(batch).pooled, theirs(batch), rtol=1e-4, atol=1e-5)
+    assert (opened.backbone.position_resampling, open_model("test_vit").backbone.position_resampling) == (
+        "timm",
+        "dino",
+    )
+
+
+def test_the_feature_of_dinov3_by_name_is_its_class_token() -> None:
+    opened = open_model("vit_small_patch16_dinov3")
+    assert opened.backbone.timm_arguments["global_pool"] == "token"
+    assert (opened.backbone.position_resampling, opened.image_size) == (None, 256)
+    tokens = opened.backbone(IMAGES)
+    normed = opened.backbone.model.forward_features(IMAGES)
+    torch.testing.assert_close(tokens.pooled, normed[:, 0], rtol=1e-4, atol=1e-5)
+
+
 def test_incomplete_published_weights_are_not_filled_up_with_random_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = timm.create_model("test_vit").state_dict()
     del weights["blocks.1.attn.proj.weight"]
