@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -60,3 +62,14 @@ def test_the_oldest_declared_versions_are_the_tested_ones() -> None:
         assert Version(tested[needed.name.lower()]) == Version(specifier.version), (
             f"{text}: constraints-min.txt differs"
         )
+
+
+def test_the_demo_installs_no_extras() -> None:
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("needs make")
+    command = [make, "--dry-run", "--always-make", "demo"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    (installs,) = [line for line in shown if "pip install" in line]
+    assert installs.endswith(" --editable .")
+    assert shown[-1].endswith("massl demo --output runs/demo")
