@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.io import backbone_bytes
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_does_and_fail_together(start_ranks: Any, massl_here: Any, tmp_path: Path) -> None:
     options: dict[str, int | float | bool | str] = {"embed_dim": 256, "depth": 1, "num_heads": 2}
     settings = BackboneSettings(name="vit_tiny_patch16_224", image_size=16, patch_size=1, timm_options=options)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from massl.commands import visualize
+from massl.commands import picture_files
 from massl.commands.evaluate import command
 from massl.evaluations.measurement import Setting
 from massl.evaluations.protocols import attention, davis
@@ -32,7 +32,7 @@ ROW = ResultRow(
 PICTURE = Image.new("RGB", (4, 3), "red")
 WRITERS: dict[str, Callable[[Path], object]] = {
     "results.md": lambda folder: command._write_table([ROW], folder),
-    "sheet.png": lambda folder: visualize._save(PICTURE, folder / "sheet.png"),
+    "sheet.png": lambda folder: picture_files.save_picture(PICTURE, folder / "sheet.png"),
     "mask.png": lambda folder: davis._save(folder / "mask.png", PICTURE),
     "strip.png": lambda folder: attention.save_picture(folder / "strip.png", torch.zeros((3, 4, 3), dtype=torch.uint8)),
     "figures.json": lambda folder: attention.save_captions(folder, [], model="run"),
