@@ -1,5 +1,6 @@
 """--init: runs that start from existing weights."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,35 @@ def test_a_checkpoint_of_a_run_can_be_named(old: Path, start: Any) -> None:
     first = load_checkpoint(old / "checkpoints" / "step_000000002.pt")["method"]
     kept = load_checkpoint(run / "checkpoints" / "step_000000000.pt")["method"]
     assert all(value.equal(kept[key]) for key, value in first.items())
+
+
+@pytest.mark.parametrize("name", ["test_vit.r160_in1k", "test_convnext.r160_in1k"])
+def test_a_timm_name_with_a_tag_gives_architecture_colours_and_weights(
+    name: str, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a download: the weights are timm's random ones."""
+    monkeypatch.setattr("massl.weights.models._load_published", lambda backbone: None)
+    given = {"views.global_size": 56, "views.num_local": 0}
+    run = start("run", name, steps=1, **given)
+    values = read_yaml(run / "recipe.yaml")
+    assert (values["backbone"]["name"], values["init"]["weights"]) == (name.partition(".")[0], name)
+    expected = open_model(name).backbone.model.state_dict()
+    for found in backbones(run, 1).values():
+        assert all(value.equal(expected[key]) for key, value in found.items())
+
+
+def test_a_run_of_an_older_version_continues_from_where_it_started(
+    old: Path, start: Any, recipe: Path, archive: Path, tmp_path: Path
+) -> None:
+    run = massl.pretrain(
+        archive, recipe=recipe, output=tmp_path / "run", overrides=QUIET | {"trainer.max_steps": 1}
+    ).folder
+    (run / "start.json").write_text(json.dumps({"from": str(old), "step": 3}))  # and no section init
+    lines = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(lines[: lines.index("init:")] + lines[lines.index("optimizer:") :])
+    for given in (None, old):
+        steps = QUIET | {"trainer.max_steps": 3 if given else 2}
+        result = massl.pretrain(archive, recipe=recipe, output=run, init=given, overrides=steps)
+        assert result.step == steps["trainer.max_steps"]
+    with pytest.raises(MasslError, match=f"started from {old}"):
+        massl.pretrain(archive, recipe=recipe, output=run, init=tmp_path, overrides=QUIET)

@@ -132,6 +132,7 @@ class Method(nn.Module, ABC):
 
     seed: int
     has_drop_path: bool
+    _has_frozen_backbones: bool = False
 
     @abstractmethod
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput: ...
@@ -150,8 +151,10 @@ class Method(nn.Module, ABC):
 
     def freeze_backbones(self, frozen: bool) -> None:
         """While frozen, backbones keep their weights and running averages, the teacher's too."""
-        for backbone in self.backbones():
-            freeze(backbone, frozen)
+        if frozen != self._has_frozen_backbones:
+            self._has_frozen_backbones = frozen
+            for backbone in self.backbones():
+                freeze(backbone, frozen)
 
     def memory_rows(self, views: ViewBatch) -> Tensor | None:  # -> [B, D]
         """What a batch adds to the memory; None for methods without one."""

@@ -1,0 +1,29 @@
+import pytest
+import torch
+
+from massl.commands.start import backbone_settings
+from massl.nn.backbone import build_backbone
+from massl.weights.models import open_model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_small_patch16_224.dino",
+        "vit_small_patch14_reg4_dinov2.lvd142m",
+        "vit_small_patch16_dinov3.lvd1689m",
+        "resnet50.a1_in1k",
+    ],
+)
+def test_the_settings_of_a_published_model_build_the_same_network(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a download: timm's random weights stand for the published ones."""
+    monkeypatch.setattr("massl.weights.models._load_published", lambda backbone: None)
+    model = open_model(name)
+    settings = backbone_settings(model, drop_path_rate=0.1)
+    assert "." not in settings.name
+    own = build_backbone(settings, seed=1, drop_path_rate=0.1).eval()
+    own.model.load_state_dict(model.backbone.model.state_dict())
+    image = torch.linspace(-1.0, 1.0, 3 * 56 * 56).reshape(1, 3, 56, 56)
+    with torch.no_grad():
+        torch.testing.assert_close(own(image).pooled, model.backbone(image).pooled)
