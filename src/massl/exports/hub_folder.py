@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from massl.exports import hubconf
-from massl.exports.job import ExportJob, Written, check_features, write_json, write_weights
+from massl.exports.job import ExportJob, Written, check_features, opening, write_json, write_weights
 
 _SNIPPET = """import torch
 from PIL import Image
@@ -32,7 +32,8 @@ def write_torchhub(job: ExportJob, folder: Path) -> Written:
     write_json(folder / "config.json", config)
     shutil.copyfile(hubconf.__file__, folder / "hubconf.py")
     hub: Any = torch.hub
-    opened = hub.load(str(folder), "backbone", source="local")
+    with opening("torch.hub"):
+        opened = hub.load(str(folder), "backbone", source="local")
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
     sizes = [job.size, job.other_size()] if job.backbone.is_transformer else [job.size]
     if job.backbone.is_transformer:

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,8 @@ def check_features(job: ExportJob, opened: Features, sizes: Sequence[tuple[int, 
     largest = 0.0
     for size in sizes:
         images = job.inputs(size)
+        if not takes_size(job, size):
+            raise ExportError(f"{job.architecture} takes no images of {size[0]} x {size[1]} px; omit --image_size")
         ours, theirs = job.backbone(images).pooled, opened(images)
         difference = float((ours - theirs).abs().max()) if theirs.shape == ours.shape else math.inf
         if not difference <= tolerance * max(1.0, float(ours.abs().max())):
@@ -191,6 +194,28 @@ def check_features(job: ExportJob, opened: Features, sizes: Sequence[tuple[int, 
             )
         largest = max(largest, difference)
     return largest
+
+
+@torch.inference_mode()
+def takes_size(job: ExportJob, size: tuple[int, int]) -> bool:
+    """Whether the network itself takes images of this size; Swin, for example, takes one size only."""
+    try:
+        job.backbone(job.inputs(size))
+    except Exception:  # each architecture raises its own errors
+        return False
+    return True
+
+
+@contextmanager
+def opening(library: str) -> Iterator[None]:
+    """An error of a library while it opens the folder is told as a reason for another way."""
+    try:
+        yield
+    except ExportError:
+        raise
+    except Exception as error:  # each library raises its own errors
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise ExportError(f"{library} does not open this model ({reason}); choose another --to") from error
 
 
 @torch.inference_mode()

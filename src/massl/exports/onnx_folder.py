@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from massl.exports.hubconf import resampled_positions
-from massl.exports.job import ExportError, ExportJob, Features, Written, check_features, write_json
+from massl.exports.job import ExportError, ExportJob, Features, Written, check_features, takes_size, write_json
 from massl.nn.backbone import Backbone
 from massl.nn.transformer.plain import embed_patches
 from massl.nn.transformer.tokens import normed_tokens
@@ -80,7 +80,8 @@ class _Network(nn.Module):
 def write_onnx(job: ExportJob, folder: Path) -> Written:
     require_onnx()
     is_transformer = job.backbone.is_transformer
-    any_size = not is_transformer or job.backbone.position_resampling == "dino"
+    takes_all = takes_size(job, job.other_size()) and takes_size(job, _oblong(job))
+    any_size = job.backbone.position_resampling == "dino" if is_transformer else takes_all
     file = folder / "model.onnx"
     _write_graph(job, file, any_size=any_size)
     write_json(folder / "preprocess.json", job.preparation.as_plain())
@@ -91,8 +92,8 @@ def write_onnx(job: ExportJob, folder: Path) -> Written:
     text = (
         "batch, height and width are variable; position embeddings are resampled as in training"
         if any_size
-        else f"the batch is variable, images are {height} x {width} px: the positions of this model follow from the "
-        "size in a way that ONNX does not express; export again with `--image_size` for another size"
+        else f"the batch is variable, images are {height} x {width} px, because positions or windows of this model "
+        "follow from the size; export again with `--image_size` for another size"
     )
     remark = f"Input `images` [batch, 3, height, width], outputs {outputs}; opset {_OPSET}; {text}."
     return Written(library="onnx", snippet=_SNIPPET, sizes=remark, difference=difference)

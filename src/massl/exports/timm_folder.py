@@ -10,6 +10,7 @@ from massl.exports.job import (
     ExportJob,
     Written,
     check_features,
+    opening,
     relative_difference,
     write_json,
     write_weights,
@@ -56,7 +57,8 @@ def write_timm(job: ExportJob, folder: Path) -> Written:
     write_weights(folder / "model.safetensors", tensors)
     write_json(folder / "config.json", config)
     name = f"local-dir:{folder}"
-    opened = timm.create_model(name, pretrained=True).eval()
+    with opening("timm"):
+        opened = timm.create_model(name, pretrained=True).eval()
     difference = check_features(job, opened, [job.size], tolerance=1e-5)
     return Written(library="timm", snippet=_SNIPPET, sizes=_sizes(job, name), difference=difference)
 
@@ -68,9 +70,10 @@ def _sizes(job: ExportJob, name: str) -> str:
     other = job.other_size()
     resampling = timm.create_model(name, pretrained=True, dynamic_img_size=True).eval()
     percent = 100 * relative_difference(job, resampling, other)
+    rule = "its own rule, not by that of training" if job.backbone.position_resampling == "dino" else "its own rule"
     return (
         f"The folder is written for {height} x {width} px: there, features equal those of massl. For other sizes timm "
-        f"(`dynamic_img_size=True`, or `img_size`) resamples the position embeddings by its own rule, not by that of "
-        f"training: at {other[0]} x {other[1]} px features differ by {percent:.2g} %. Export again with `--image_size` "
-        "for another size; folders for ONNX and torch.hub take all sizes."
+        f"(`dynamic_img_size=True`, or `img_size`) resamples the position embeddings by {rule}: at {other[0]} x "
+        f"{other[1]} px features differ by {percent:.2g} %. Export again with `--image_size` for another size; folders "
+        "for torch.hub take all sizes."
     )

@@ -21,6 +21,7 @@ from massl.exports.job import (
     ExportJob,
     Written,
     check_features,
+    opening,
     relative_difference,
     write_json,
     write_weights,
@@ -58,7 +59,7 @@ def write_transformers(job: ExportJob, folder: Path) -> Written:
     write_weights(folder / "model.safetensors", _tensors(job, model, is_dinov2=is_dinov2))
     write_json(folder / "config.json", _config(job, model, is_dinov2=is_dinov2))
     write_json(folder / "preprocessor_config.json", job.preparation.for_transformers())
-    with _quiet():
+    with _quiet(), opening("transformers"):
         opened = _open(folder)
     difference = check_features(job, lambda images: opened(images).pooler_output, [job.size], tolerance=1e-5)
     sizes = _sizes(job, opened, is_dinov2=is_dinov2)

@@ -130,6 +130,18 @@ def test_foreign_weights_are_refused(tmp_path: Path) -> None:
         massl.export("vit_tiny_patch16_224", to="timm", output=tmp_path / "out")
 
 
+def test_what_the_library_itself_cannot_open_is_refused(tmp_path: Path) -> None:
+    """timm takes a Swin without classifier for one of its old checkpoints and renames its layers."""
+    options = {"embed_dim": 24, "img_size": 56}
+    file = write(tmp_path / "b.safetensors", "swin_tiny_patch4_window7_224", options)
+    with pytest.raises(ExportError, match="timm does not open this model"):
+        massl.export(file, to="timm", output=tmp_path / "out", image_size=56)
+    with pytest.raises(ExportError, match="takes no images of 64 x 64 px"):
+        massl.export(file, to="torchhub", output=tmp_path / "out", image_size=64)
+    massl.export(file, to="torchhub", output=tmp_path / "out", image_size=56)
+    assert (tmp_path / "out" / "hubconf.py").is_file()
+
+
 # ---- the Hub ---------------------------------------------------------------------------------------------------------
 
 
