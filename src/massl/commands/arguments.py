@@ -143,6 +143,7 @@ def _fields_of(info: StructTypeInfo) -> StructConstructorSpec | None:
         configuration = tyro.conf.arg(
             help_behavior_hint=_hint(text, default),
             aliases=_ALIASES.get(name),
+            metavar="IMAGES" if name == "images" else None,  # the positional argument of pretrain and plan
         )
         annotated: Any = Annotated[field_type, configuration]
         fields.append(StructFieldSpec(name=name, type=annotated, default=default, helptext=text or None))
