@@ -207,13 +207,14 @@ def test_one_selector_changes_the_run_of_all_pictures(opened: Any) -> None:
         "return [...document.querySelectorAll('.fig-panel')]"
         ".filter((panel) => panel.offsetHeight).map((panel) => panel.dataset.run)"
     )
-    assert opened.run(script) == ["0"] * 4
+    assert opened.run(script) == ["0"] * 5
     opened.run(
         "const select = document.querySelector('#neighbours select');"
         "select.value = '1'; select.dispatchEvent(new Event('change'))"
     )
-    assert opened.run(script) == ["1"] * 4
+    assert opened.run(script) == ["1"] * 5
     assert "resnet18 does not have" in opened.run("return document.querySelector('#attention').innerText")
+    assert "resnet18 does not have" in opened.run("return document.querySelector('#components').innerText")
     point_at(opened, lonely(dots(opened))[0])
 
 

@@ -49,7 +49,9 @@ class ReportSettings(Settings):
     results: tuple[str, ...] = Field(
         (), description="folders of massl evaluate, besides those inside the runs' folders"
     )
-    figures: bool = Field(True, description="draw attention maps, patch PCA, matches, neighbours and a map of the features")
+    figures: bool = Field(
+        True, description="draw attention maps, patch PCA, matches, neighbours and a map of the features"
+    )
     data_set: str | None = Field(
         None, description="what the runs were trained on, for public tables, if data.source does not tell: CIFAR-10"
     )
