@@ -96,11 +96,7 @@ class Trainer:
             probe=probe,
             watch=self.watch,
             display=self.display,
-            chooser=Chooser(
-                settings,
-                has_start=lambda: folder.has_start,
-                keep=lambda: self._write_backbone(BEST_FILE),
-            ),
+            chooser=Chooser(settings, has_start=lambda: folder.has_start, keep=self._keep_best),
             settling_steps=max(schedules.steps_per_epoch, schedules.num_steps // 10),
         )
         self.stop = StopRequest(self._acknowledge, device=device)
@@ -291,6 +287,9 @@ class Trainer:
         about: dict[str, Any] = {"timm_arguments": backbone.timm_arguments, "image_size": self.views.global_size}
         content = backbone_bytes(backbone.model, **about, mean=mean, std=std, crop_ratio=self.crop_ratio)
         self.folder.write_bytes(name, content)
+
+    def _keep_best(self) -> None:
+        self._write_backbone(BEST_FILE)
 
     def _resume(self) -> int | None:
         """Load the newest checkpoint; returns its step, or None for a new run."""
