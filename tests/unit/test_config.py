@@ -255,6 +255,7 @@ IN_EACH_SECTION = [
     ("method", {"teacher": {"momentum": 0.75}}),
     ("method", {"memory": {"block_size": 256}}),
     ("method", {"name": "dino", "prototypes": {"num_prototypes": 64}}),
+    ("init", {"head_epochs": 2.0}),
     ("optimizer", {"weight_decay": 0.01}),
     ("trainer", {"batch_size": 64}),
     ("probes", {"num_neighbours": 3}),
