@@ -16,7 +16,7 @@ from massl.commands.images import open_images
 from massl.commands.memory_check import counted_gib, measured_memory, too_large
 from massl.commands.pretrain_arguments import default_output, parse_pretrain
 from massl.commands.recipe import PretrainRecipe
-from massl.commands.timing import images_per_epoch, steady_speed
+from massl.commands.timing import WARM_UPS, images_per_epoch, steady_speed
 from massl.config import RecipeError, flatten
 from massl.data.sources import ImageSource, held_out
 from massl.planning.costs import Memory, Speed
@@ -122,6 +122,8 @@ def _cost(found: Resolved, output: Path, words: Sequence[str]) -> RunPlan:
     if recipe.trainer.milestone_every_epochs:
         kept += epochs // recipe.trainer.milestone_every_epochs
     length = [] if found.speed is None else ["--trainer.epochs", str(epochs)]
+    if found.speed is not None and found.plan is None:  # auto derives its warm-ups from the epochs
+        length += [word for key in WARM_UPS if values.get(key) for word in (f"--{key}", f"{values[key]:g}")]
     command = shlex.join(["massl", "pretrain", *words, *length, "--output", str(output)])
     return RunPlan(
         recipe=recipe,
