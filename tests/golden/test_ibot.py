@@ -187,7 +187,7 @@ def test_losses_weights_and_centres_after_whole_training_steps_are_theirs(
 def test_the_parameters_with_a_gradient_at_each_step_are_theirs_so_that_the_prototypes_stand_still_as_long() -> None:
     method = recorded_method()
     for step in STEPS:
-        frozen: list[nn.Parameter] = list(method.frozen(step["epoch"]))
+        frozen: list[nn.Parameter] = list(method.frozen(recorded_hyper(step)))
         moving = {
             key
             for key, value in official_weights(method, "student").items()

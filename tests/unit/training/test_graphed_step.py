@@ -240,8 +240,8 @@ def test_gradients_of_the_fused_step_in_bfloat16_are_near_those_in_float32(
 
 
 class FrozenAtFirst(MaSSL):
-    def frozen(self, epoch: int) -> list[torch.nn.Parameter]:
-        return [self.student.head.mlp[-1].weight] if epoch < 1 else []
+    def frozen(self, hyper: StepHyper) -> list[torch.nn.Parameter]:
+        return [self.student.head.mlp[-1].weight] if hyper.epoch < 1 else []
 
 
 def test_a_recording_ends_where_other_parameters_are_frozen() -> None:

@@ -468,8 +468,8 @@ def test_a_run_has_at_least_one_step() -> None:
 class FrozenAtFirst(MaSSL):
     """The head's last layer stands still in the first epoch."""
 
-    def frozen(self, epoch: int) -> list[nn.Parameter]:
-        return [self.student.head.mlp[-1].weight] if epoch < 1 else []
+    def frozen(self, hyper: StepHyper) -> list[nn.Parameter]:
+        return [self.student.head.mlp[-1].weight] if hyper.epoch < 1 else []
 
 
 def test_what_a_method_freezes_stands_still_for_its_epochs_and_is_then_trained_from_a_fresh_start(
