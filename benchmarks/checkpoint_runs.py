@@ -103,7 +103,7 @@ def train(name: str, folder: Path, values: Mapping[str, Any]) -> list[dict[str, 
             output=folder / name,
             recipe="demo",
             overrides={**values, "method.name": method, **_METHOD.get(method, {}), **changed},
-            start_from=folder / start if start else None,
+            init=folder / start if start else None,
         )
     finally:
         probes.knn_accuracy = plain

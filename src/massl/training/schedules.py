@@ -12,6 +12,7 @@ from massl.training.init_settings import InitSettings
 from massl.training.layer_decay import layer_scales
 from massl.training.optimizers import OptimizerSettings
 
+_NO_INIT = InitSettings()
 _HEAD_WARM_UP = 0.1  # of the steps in which only the head is trained
 _LEAST_WARM_UP = 0.05  # of the steps after them: AdamW's averages of the backbone are still empty then
 
@@ -32,7 +33,7 @@ class Schedules:
     batch_size: int
     epochs: int
     steps_per_epoch: int
-    init: InitSettings = InitSettings()  # resolved, where the run starts from existing weights
+    init: InitSettings = _NO_INIT  # resolved, where the run starts from existing weights
 
     @property
     def num_steps(self) -> int:
@@ -84,7 +85,8 @@ class Schedules:
     def _on_ramp(self, ramp: Ramp, step: int) -> float:
         if ramp.epochs is None:
             return cosine(step, start=ramp.start, end=ramp.end, num_steps=self.num_steps)
-        if self.init.weights is not None and self.init.part == "all":  # the head has been through its warm-up: from the start value its loss would jump
+        # a head that is taken has been through its warm-up: from the start value its loss would jump
+        if self.init.weights is not None and self.init.part == "all":
             return ramp.end
         num_warmup = round(ramp.epochs * self.steps_per_epoch)
         return warm_up(step, start=ramp.start, end=ramp.end, num_steps=num_warmup) if step < num_warmup else ramp.end
