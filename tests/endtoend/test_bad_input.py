@@ -146,8 +146,9 @@ def test_recipe_file_with_unknown_key_or_wrong_value_is_refused(massl_here: Any,
     _assert_refused(massl_here("pretrain", "--recipe", wrong, "--output", tmp_path / "run"), str(wrong), "YAML")
 
 
-def test_no_recipe_is_answered_with_the_command_that_lists_them(massl_here: Any, tmp_path: Path) -> None:
-    _assert_refused(massl_here("pretrain", "--output", tmp_path / "run"), "--recipe", "massl recipes")
+def test_no_images_and_no_run_are_answered_with_the_command_to_give(massl_here: Any, tmp_path: Path) -> None:
+    answer = massl_here("pretrain", "--output", tmp_path / "run")
+    _assert_refused(answer, "massl pretrain photos/", "massl recipes")
 
 
 def test_unknown_option_gets_a_suggestion(pretrain: Any, tmp_path: Path) -> None:
@@ -160,8 +161,8 @@ def test_unknown_option_gets_a_suggestion(pretrain: Any, tmp_path: Path) -> None
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_output_is_asked_for(massl_here: Any, recipe: Path) -> None:
-    _assert_refused(massl_here("pretrain", "--recipe", recipe), "--output", status=2)
+def test_a_recipe_without_images_is_answered_with_the_command_to_give(massl_here: Any, recipe: Path) -> None:
+    _assert_refused(massl_here("pretrain", "--recipe", recipe), "massl pretrain photos/")
 
 
 def test_no_images_named_is_answered_with_the_option(massl_here: Any, recipe: Path, tmp_path: Path) -> None:

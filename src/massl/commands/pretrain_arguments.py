@@ -180,12 +180,14 @@ def recipe_of_run(*runs: str | Path | None, data: str | Path | None = None) -> P
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:
+    """The last one given counts, as for all options."""
+    value = None
     for position, argument in enumerate(arguments):
         if argument == option and position + 1 < len(arguments):
-            return arguments[position + 1]
-        if argument.startswith(f"{option}="):
-            return argument.partition("=")[2]
-    return None
+            value = arguments[position + 1]
+        elif argument.startswith(f"{option}="):
+            value = argument.partition("=")[2]
+    return value
 
 
 def resolve_recipe(
