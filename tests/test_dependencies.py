@@ -68,7 +68,7 @@ def test_the_demo_installs_no_extras() -> None:
     make = shutil.which("make")
     if make is None:
         pytest.skip("needs make")
-    command = [make, "--dry-run", "--always-make", "demo"]
+    command = [make, "--no-print-directory", "--dry-run", "--always-make", "demo"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     (installs,) = [line for line in shown if "pip install" in line]
     assert installs.endswith(" --editable .")

@@ -209,7 +209,7 @@ class Backbone(nn.Module):
 
     def _vision_transformer(self) -> VisionTransformer:
         if not isinstance(self.model, VisionTransformer):
-            raise RecipeError(f"this needs a vision transformer with position embeddings, not {self.model_name}")
+            raise RecipeError(f"this needs a vision transformer, not {self.model_name}; e.g. vit_small_patch16_224")
         return self.model
 
     def _kernel_options(self, images: Tensor) -> KernelOptions | None:
