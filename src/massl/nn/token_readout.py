@@ -95,14 +95,14 @@ def class_attention(backbone: Backbone, images: Tensor) -> Tensor:
     qkv = attention.qkv(block.norm1(tokens))
     if is_rotated and attention.q_bias is not None:
         qkv = qkv + torch.cat([attention.q_bias, attention.k_bias, attention.v_bias])
-    qkv = qkv.view(num_images, num_tokens, 3, attention.num_heads, attention.head_dim)
+    qkv = qkv.view(num_images, num_tokens, 3, attention.num_heads, -1)
     query, key = qkv[:, 0, 0].float(), qkv[:, :, 1].float()  # [B, heads, d], [B, tokens, heads, d]
     if rotations is not None:  # of patches; class and register tokens have no place
         prefix, patches = key.tensor_split([model.num_prefix_tokens], dim=1)
         rotated = apply_rot_embed_cat(patches.transpose(1, 2), rotations, half=attention.rotate_half)
         key = torch.cat([prefix, rotated.transpose(1, 2)], dim=1)
     with torch.autocast(images.device.type, enabled=False):  # float32 even where the network runs in bfloat16
-        logits = torch.einsum("bhd,bthd->bht", query, key) * attention.head_dim**-0.5
+        logits = torch.einsum("bhd,bthd->bht", query, key) * query.shape[-1] ** -0.5
     grid = (images.shape[2] // backbone.patch_size, images.shape[3] // backbone.patch_size)
     maps: Tensor = logits.softmax(dim=-1)[:, :, model.num_prefix_tokens :].unflatten(-1, grid)
     return maps

@@ -45,7 +45,8 @@ def timm_model(name: str, state: State, **options: Any) -> nn.Module:
     model = timm.create_model(name, num_classes=0, **dynamic, **options)
     kind = timm_eva if "dinov3" in name else timm_convnext if "convnext" in name else timm_vit
     converted = kind.checkpoint_filter_fn(dict(state), model)
-    model.load_state_dict({key: value for key, value in converted.items() if not key.startswith("head.fc.")})
+    left_out = ("head.fc.", "norms.")  # older versions of timm leave DINOv3's second norm of a ConvNeXt in
+    model.load_state_dict({key: value for key, value in converted.items() if not key.startswith(left_out)})
     return model.eval()
 
 
