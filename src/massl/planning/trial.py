@@ -35,11 +35,11 @@ from massl.training.step import TrainingStep
 from massl.training.view_maker import ViewMaker
 
 _WARM_UP = {"cuda": 6, "cpu": 1}  # steps: a GPU runs three ordinary ones, records one and replays it
-_SECONDS = {"cuda": 8.0, "cpu": 3.0}  # of one timed pass, about
+_SECONDS = {"cuda": 8.0, "cpu": 2.0}  # of one timed pass, about
 _MOST_STEPS = {"cuda": 200, "cpu": 40}
 _FEWEST_STEPS = {"cuda": 20, "cpu": 3}
-_SLOW_STEP = 1.2  # seconds; on a CPU slower steps are timed on a part of the batch, in proportion to its images
-_SMALLEST_PART = 8
+_SLOW_STEP = 0.7  # seconds; on a CPU slower steps are timed on a part of the batch
+_SMALLEST_PART = 8  # images
 _BATCHES_AHEAD = 3  # that the loader keeps on the device while a step runs
 _MEMORY_STEPS = 5  # enough to record a step and replay it once
 _PROBE_IMAGES = {"cuda": 2048, "cpu": 64}
@@ -65,9 +65,9 @@ class TrialRecipe(Protocol):
 
 
 class _Steps:
-    """The updates of a recipe at some batch size, without a run folder."""
+    """The updates of a recipe, for batches of any size, without a run folder."""
 
-    def __init__(self, recipe: TrialRecipe, *, batch_size: int, num_parts: int, device: torch.device) -> None:
+    def __init__(self, recipe: TrialRecipe, *, device: torch.device) -> None:
         settings, bf16 = recipe.trainer, recipe.trainer.precision == "bf16"
         self.method = build_method(recipe.method, recipe.backbone, seed=settings.seed).to(device).train()
         self.method.set_activation_checkpointing(settings.activation_checkpointing)
@@ -84,45 +84,49 @@ class _Steps:
         step.guard.is_active = not execution.cuda_graph or settings.skip_bad_steps > 0
         self._step = GraphedStep(step) if execution.cuda_graph else step
         self._make_views = ViewMaker(recipe.views, seed=settings.seed, bf16=bf16, device=device)
-        self._num_parts, self._part = num_parts, batch_size // num_parts
         schedules = Schedules(
             optimizer=recipe.optimizer,
             ramps=recipe.method.ramps(),
-            batch_size=batch_size,
+            batch_size=settings.batch_size,
             epochs=settings.epochs,
             steps_per_epoch=2,
         )
         # the middle of a run: what is frozen only at first is trained
         self.hyper = schedules.at(schedules.num_steps // 2)
 
-    def __call__(self, images: ImageBatch) -> Tensor:
-        views = (
-            self._make_views(images.slice(part * self._part, (part + 1) * self._part), epoch=0)
-            for part in range(self._num_parts)
-        )
-        return self._step(views, self.hyper, num_parts=self._num_parts).loss
+    def __call__(self, images: ImageBatch, *, num_parts: int = 1) -> Tensor:
+        size = len(images.indices) // num_parts
+        views = (self._make_views(images.slice(part * size, (part + 1) * size), epoch=0) for part in range(num_parts))
+        return self._step(views, self.hyper, num_parts=num_parts).loss
 
 
 def measure_speed(recipe: TrialRecipe, source: ImageSource, device: torch.device, *, cached_share: float) -> Speed:
     """`cached_share`: of the images that fit data.cache_gib, so that later passes do not decode them."""
     kind, full = device.type, recipe.trainer.batch_size
-    batch_size = full if kind == "cuda" else _batch_to_time(recipe, source, device)
+    steps = _Steps(recipe, device=device)
+    small, small_seconds = (full, 0.0) if kind == "cuda" else _small_step(steps, recipe, source, device)
+    batch_size = full if kind == "cuda" else _batch_to_time(full, small, small_seconds)
     num_parts = recipe.trainer.accumulation_steps if batch_size == full else 1
-    steps = _Steps(recipe, batch_size=batch_size, num_parts=num_parts, device=device)
+
+    def update(images: ImageBatch) -> None:
+        steps(images, num_parts=num_parts)
+
     order = EpochOrder(len(source), batch_size=batch_size, seed=recipe.trainer.seed)
-    with _open_loader(recipe, source, order.at, device, cache=None, num_workers=0) as loader:
-        images = loader.at(0)
+    images = _first_batch(recipe, source, device, batch_size)
     for _ in range(_WARM_UP[kind]):
-        steps(images)
+        update(images)
     cache = ImageCache(max_gib=recipe.data.cache_gib) if cached_share > 0 else None
-    first_pass, num_steps = _seconds_per_image(steps, recipe, source, order.at, device, cache=cache)
+    first_pass, num_steps = _seconds_per_image(update, recipe, source, order.at, device, cache=cache)
     later = first_pass
     if cache is not None:  # the same images again, as a later epoch would meet them
         in_turn = order.steps_per_epoch if order.steps_per_epoch < num_steps else num_steps
         from_cache, _ = _seconds_per_image(
-            steps, recipe, source, lambda step: order.at(step % in_turn), device, cache=cache
+            update, recipe, source, lambda step: order.at(step % in_turn), device, cache=cache
         )
         later = cached_share * from_cache + (1 - cached_share) * first_pass
+    if small < batch_size < full:
+        less = _less_per_image(small, small_seconds, batch_size, batch_size * later, full)
+        first_pass, later = first_pass - less, later - less
     probe, num_probed = _time_probe(recipe, source, steps, device, cache)
     return Speed(first_pass=first_pass, later=later, probe=probe, num_probed=num_probed)
 
@@ -149,10 +153,8 @@ def measure_memory(recipe: TrialRecipe, source: ImageSource, device: torch.devic
 
 def _peak(recipe: TrialRecipe, source: ImageSource, batch_size: int, device: torch.device) -> Memory:
     release_gpu(device)
-    steps = _Steps(recipe, batch_size=batch_size, num_parts=1, device=device)
-    order = EpochOrder(len(source), batch_size=min(batch_size, len(source)), seed=recipe.trainer.seed)
-    with _open_loader(recipe, source, order.at, device, cache=None, num_workers=0) as loader:
-        images = loader.at(0)
+    steps = _Steps(recipe, device=device)
+    images = _first_batch(recipe, source, device, min(batch_size, len(source)))
     for _ in range(_MEMORY_STEPS):
         steps(images)
     torch.cuda.synchronize(device)
@@ -180,25 +182,43 @@ def release_gpu(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _batch_to_time(recipe: TrialRecipe, source: ImageSource, device: torch.device) -> int:
-    """On a CPU: the batch, or the power of two below it whose step takes about a second."""
-    full = recipe.trainer.batch_size
-    small = min(full, _SMALLEST_PART)
-    steps = _Steps(recipe, batch_size=small, num_parts=1, device=device)
-    order = EpochOrder(len(source), batch_size=small, seed=recipe.trainer.seed)
+def _first_batch(recipe: TrialRecipe, source: ImageSource, device: torch.device, batch_size: int) -> ImageBatch:
+    order = EpochOrder(len(source), batch_size=batch_size, seed=recipe.trainer.seed)
     with _open_loader(recipe, source, order.at, device, cache=None, num_workers=0) as loader:
-        images = loader.at(0)
-    steps(images)
-    start = time.perf_counter()
-    steps(images)
-    seconds = (time.perf_counter() - start) / small
-    while small * 2 <= full and seconds * small * 2 <= _SLOW_STEP:
-        small *= 2
-    return full if small * 2 > full else small
+        return loader.at(0)
+
+
+def _small_step(steps: _Steps, recipe: TrialRecipe, source: ImageSource, device: torch.device) -> tuple[int, float]:
+    """A few images, and the seconds of a step with them."""
+    small = min(recipe.trainer.batch_size, _SMALLEST_PART)
+    images, seconds = _first_batch(recipe, source, device, small), list[float]()
+    while len(seconds) < 2 or (len(seconds) < 4 and sum(seconds) < 1.0):  # the first one is slower
+        start = time.perf_counter()
+        steps(images)
+        seconds.append(time.perf_counter() - start)
+    return small, min(seconds)
+
+
+def _batch_to_time(full: int, small: int, small_seconds: float) -> int:
+    """On a CPU: the batch, or the power of two below it whose step takes less than a second."""
+    size = small
+    while size * 2 <= full and small_seconds / small * size * 2 <= _SLOW_STEP:
+        size *= 2
+    return full if size * 2 > full else size
+
+
+def _less_per_image(small: int, small_seconds: float, part: int, part_seconds: float, full: int) -> float:
+    """Seconds an image takes less in a full batch than in a part of it: a step has costs that no image adds to.
+
+    They follow from the steps of two sizes; the optimizer and the teacher are most of them.
+    """
+    per_image = (part_seconds - small_seconds) / (part - small)
+    fixed = min(max(0.0, small_seconds - small * per_image), small_seconds)
+    return fixed * (1 / part - 1 / full)
 
 
 def _seconds_per_image(
-    steps: _Steps,
+    update: Callable[[ImageBatch], None],
     recipe: TrialRecipe,
     source: ImageSource,
     order_at: Callable[[int], Tensor],
@@ -218,7 +238,7 @@ def _seconds_per_image(
         while done < _MOST_STEPS[kind]:
             if done:
                 images = loader.at(done)
-            steps(images)
+            update(images)
             done += 1
             num_images += len(images.indices)
             if done >= _FEWEST_STEPS[kind] and time.perf_counter() - start > _SECONDS[kind]:
