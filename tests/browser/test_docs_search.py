@@ -19,9 +19,12 @@ def test_the_search_works_on_pages_opened_from_disk(browser: Any, docs_site: Pat
     )
     browser.press(".md-search__input", "correspondence")
     links = "return [...document.querySelectorAll('.md-search-result__link')].map((link) => link.href)"
-    found = WebDriverWait(browser.driver, 20).until(lambda _: browser.run(links))
-    assert any(link.partition("#")[0].partition("?")[0].endswith("/evaluation.html") for link in found)
-    assert all(link.startswith("file:") for link in found)
+
+    def is_found(_: object) -> bool:  # pages that match the first letters come before
+        return any(link.partition("#")[0].partition("?")[0].endswith("/evaluation.html") for link in browser.run(links))
+
+    WebDriverWait(browser.driver, 120).until(is_found)
+    assert all(link.startswith("file:") for link in browser.run(links))
     assert [url for url in browser.requests() if not url.startswith(("file:", "data:", "about:"))] == []
 
 

@@ -7,7 +7,7 @@ import pytest
 from tests.endtoend import conftest as world
 
 server, recipe, runs, massl_here = world.server, world.recipe, world.runs, world.massl_here
-make_folder = world.make_folder
+make_folder, end_processes = world.make_folder, world.end_processes
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,13 @@ from tests.reliability.world import TINY_RECIPE, RunReader, tiny_images
 @pytest.fixture(scope="session")
 def server() -> ForkServer:
     return processes.server()
+
+
+@pytest.fixture(autouse=True)
+def end_processes() -> Iterator[None]:
+    """A test that fails leaves no process that takes the processor from the others."""
+    yield
+    processes.end_all()
 
 
 @pytest.fixture(scope="session")

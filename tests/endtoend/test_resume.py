@@ -92,7 +92,7 @@ def test_signal_between_parts_of_a_step_is_obeyed_there(command: Any, server: An
 
 
 def test_signal_before_training_begins_ends_without_traceback(command: Any, server: Any, tmp_path: Path) -> None:
-    process = server.start(*command(tmp_path / "run"))
+    process = server.start(*command(tmp_path / "run"), "--trainer.epochs", "1000")  # should the signal be late
     process.wait_until((tmp_path / "run").is_dir)
     os.kill(process.pid, signal.SIGINT)
     answer = process.wait()

@@ -20,7 +20,7 @@ _UNLIKE = (
     (("--data.source", "{nowhere}"), "nowhere"),
     (("--optimizer.learning_rate", "0.5"), "optimizer.learning_rate"),
 )
-_STOP_SECONDS = 60.0
+_STOP_SECONDS = 300.0
 
 
 @fault_class("signals and kills of ranks", kind="processes", quick=2, more=8)

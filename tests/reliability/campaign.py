@@ -100,7 +100,7 @@ class _Worker:
             elif used > _MIB_LIMIT:
                 self.shared[_PEAK] = max(self.shared[_PEAK], used)
                 self._replace("crash", f"the process took {used:.0f} MiB")
-            return True
+            return bool(self.left)
         self.process.join()
         if self.process.exitcode == 0:
             return False

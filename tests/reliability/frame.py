@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,10 @@ Verdict = Literal["survived", "wrong", "lost", "crash", "hang"]
 TESTS = Path(__file__).parents[1]
 ROOMS = ("faults", "fuzz")
 _ROOM_BYTES = 1 << 30
-_PYTEST_SECONDS = 180.0  # of a case at least: other tests and an installation may run beside it
+_PREFIX = "massl-reliability-"
+_YOUNG_SECONDS = 60.0  # a session that has just begun may not have locked its folder yet
+_locks: list[IO[str]] = []
+_PYTEST_SECONDS = 600.0  # of a case at least: other tests and an installation may run beside it
 _SHARED = "MASSL_RELIABILITY_SHARED"  # folder of what all cases share, when several processes run one session
 
 
@@ -174,8 +177,13 @@ def session_folder() -> Path:
     # in memory where possible: thousands of cases wait for fsync otherwise
     memory = Path("/dev/shm")
     is_roomy = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > _ROOM_BYTES
-    folder, owner = Path(tempfile.mkdtemp(prefix="massl-reliability-", dir=memory if is_roomy else None)), os.getpid()
+    room, owner = memory if is_roomy else Path(tempfile.gettempdir()), os.getpid()
+    _remove_abandoned(room)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=room))
     os.environ[_SHARED] = str(folder)
+    lock = (folder / "owner.lock").open("w")  # held until this process ends
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    _locks.append(lock)
 
     def remove() -> None:
         if os.getpid() == owner:
@@ -183,6 +191,16 @@ def session_folder() -> Path:
 
     atexit.register(remove)
     return folder
+
+
+def _remove_abandoned(room: Path) -> None:
+    """Delete folders of sessions that were killed: nobody holds their lock."""
+    for path in room.glob(f"{_PREFIX}*/owner.lock"):
+        with contextlib.suppress(OSError), path.open() as lock:
+            if time.time() - path.stat().st_mtime < _YOUNG_SECONDS:
+                continue
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def made_once(name: str, make: Callable[[Path], Any]) -> Path:

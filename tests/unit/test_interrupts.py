@@ -117,4 +117,5 @@ def test_a_signal_while_a_command_ends_shows_no_traceback() -> None:
         "sys.exit(cli.main())\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0
+    assert "Traceback" not in ended.stderr  # on a slow machine it says that it loads PyTorch

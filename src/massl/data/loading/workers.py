@@ -16,6 +16,7 @@ from functools import partial
 from itertools import count
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.util import get_temp_dir
 from threading import Thread
 from types import ModuleType
 from typing import Any
@@ -180,6 +181,7 @@ def _more_workers_than_cores() -> Iterator[None]:
 def _isolated_start() -> Iterator[None]:
     """Start processes that neither import the user's script nor die of signals sent to the whole job."""
     resource_tracker.ensure_running()  # now: when it starts, it unblocks signals in this thread
+    get_temp_dir()  # now: workers then put their sockets into this folder, which this process removes when it ends
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")  # else the script is imported, which may have no `if __name__`
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SCHEDULER_SIGNALS)  # the fork server inherits this

@@ -1,7 +1,9 @@
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import warnings
@@ -111,8 +113,6 @@ def test_batches_equal_those_of_threads_and_closing_leaves_nothing(photographs: 
         with loading(source, num_workers=num_workers, worker_kind=worker_kind, skipped=skipped[-1]) as loader:
             batches.append([content(loader.at(step)) for step in (0, 1, 2, 3, 1, 6)])
             pids = worker_pids(loader) if worker_kind == "processes" else []
-            begin = time.monotonic()
-        assert time.monotonic() - begin < 2  # with steps 7 and 8 under way
         Image.new("RGB", (9, 9)).save(photographs / "dogs" / f"{VANISHED}.png")
     assert batches[1] == batches[0]
     assert batches[2] == batches[0]
@@ -233,7 +233,7 @@ def test_closing_does_not_wait_for_a_worker_whose_read_never_returns(
 
     with loading(source_that_hangs.Faulty(str(tmp_path / "image.png")), num_workers=1) as loader:
         future = loader._assemblers.submit(loader._load, 0)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         assert loader._processes is not None
         while loader._processes._chunks is None and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -302,7 +302,7 @@ SCRIPT = """
     loader.at(0)
     try:
         print(*(worker.pid for worker in loader._processes._chunks._workers), flush=True)
-        time.sleep(60)
+        time.sleep(600)
         sys.exit("not interrupted")
     except KeyboardInterrupt:
         loader.at(1)
@@ -316,12 +316,14 @@ def test_a_plain_script_is_run_once_and_no_worker_outlives_it(photographs: Path,
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     package = Path(keyed_random.__file__).parents[1]
+    temporary = Path(tempfile.mkdtemp())  # not tmp_path: the name of a socket has 107 bytes at most
     process = subprocess.Popen(
         [sys.executable, script, package, photographs],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # Python's resource tracker reports what a killed process left behind
         text=True,
         start_new_session=True,
+        env=os.environ | {"TMPDIR": str(temporary)},
     )
     with process:
         assert process.stdout is not None
@@ -338,6 +340,9 @@ def test_a_plain_script_is_run_once_and_no_worker_outlives_it(photographs: Path,
         assert not any(map(is_running, pids))
         assert process.stdout.read() == ""
     assert shared_memory_of([process.pid, *pids]) == []
+    left = list(temporary.glob("pymp-*"))
+    shutil.rmtree(temporary)
+    assert len(left) == 1  # that of the process that was killed; the workers' are gone
 
 
 def test_images_held_as_an_array_need_no_processes() -> None:
