@@ -57,9 +57,12 @@ def test_ranks_that_see_the_same_images_elsewhere_train(
 ) -> None:
     photos = make_folder("photos", 16)
     shutil.copytree(photos, tmp_path / "copy", copy_function=shutil.copyfile)
-    answers = start(photos, of_last=["--data.source", tmp_path / "copy"])
+    always = ["--trainer.checkpoint_every_minutes", "1e-9"]
+    answers = start(photos, *always, of_last=["--data.source", tmp_path / "copy"])
     assert [answer.status for answer in answers] == [0, 0], answers[0].text
     assert runs.state(tmp_path / "run")["step"] == 2
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == ["step_000000001.pt", "step_000000002.pt"]  # both ranks found the minutes over
 
 
 def test_ranks_of_different_recipes_stop_and_name_the_values(start: Any, make_folder: Any, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ MAY_CHANGE = frozenset(
         "trainer.guard",
         "trainer.log_every_steps",
         "trainer.checkpoint_every_steps",
+        "trainer.checkpoint_every_minutes",
         "trainer.keep_checkpoints",
         "trainer.milestone_every_epochs",
     }

@@ -41,5 +41,8 @@ class TrainerSettings(Settings):
     )
     log_every_steps: int = Field(default=50, gt=0, description="steps between rows of metrics.jsonl")
     checkpoint_every_steps: int = Field(default=1000, gt=0, description="steps between checkpoints")
+    checkpoint_every_minutes: float = Field(
+        default=10.0, ge=0, description="minutes without a checkpoint after which one is written; 0: only by steps"
+    )
     keep_checkpoints: int = Field(default=2, gt=0, description="how many of the newest checkpoints to keep")
     milestone_every_epochs: int = Field(default=0, ge=0, description="also keep every n-th epoch's checkpoint; 0: none")

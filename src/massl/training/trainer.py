@@ -15,6 +15,7 @@ from massl.methods.base import Method, StepHyper, StepOutput, combine
 from massl.training.bad_steps import BadSteps, origin_in
 from massl.training.best import Chooser
 from massl.training.checkpoint import CheckpointStore
+from massl.training.checkpoint_times import CheckpointTimes
 from massl.training.execution import choose_execution, peak_memory
 from massl.training.graphed_step import GraphedStep
 from massl.training.loss_watch import LossWatch, NonFiniteLoss
@@ -81,6 +82,7 @@ class Trainer:
         self._plain_step, self.step = step, GraphedStep(step) if self.execution.cuda_graph else step
         self._make_views = ViewMaker(views, seed=settings.seed, bf16=settings.precision == "bf16", device=device)
         self.store = CheckpointStore(folder.checkpoints, settings.keep_checkpoints)
+        self.times = CheckpointTimes(settings, steps_per_epoch=schedules.steps_per_epoch, device=device)
         self.bad_steps = BadSteps(folder, loader, allowed=settings.skip_bad_steps, origin_of=self._origin_of)
         self.watch = LossWatch(device, on_bad=lambda error: self.bad_steps.add(error, warn=self.rows.warn))
         self.end_step = min(settings.max_steps or schedules.num_steps, schedules.num_steps)
@@ -134,6 +136,7 @@ class Trainer:
         if ended := self.rows.ended_early():
             return FitResult(step=start_step, finished=True, signal_number=None, ended_early=ended)
         self.display.start(start_step)
+        self.times.restart()
         clock, logged_step = time.perf_counter(), start_step
         for step in range(start_step, self.end_step):
             hyper = self.schedules.at(step)
@@ -142,7 +145,7 @@ class Trainer:
             output = self._update(images, hyper)
             done = step + 1
             self.display.advance(done, loss=self.watch.last_loss)
-            should_probe, should_save = self._is_probe_step(done), self._is_checkpoint_step(done)
+            should_probe, should_save = self._is_probe_step(done), self.times.is_due(done)
             should_log = should_probe or done % self.settings.log_every_steps == 0 or done == self.end_step
             signal_number = self.stop.agreed()
             if should_log:
@@ -218,14 +221,6 @@ class Trainer:
             return 0
         return max(1, round(self.probe.settings.every_epochs * self.schedules.steps_per_epoch))
 
-    def _is_checkpoint_step(self, done: int) -> bool:
-        is_milestone = self._milestone_steps > 0 and done % self._milestone_steps == 0
-        return is_milestone or done % self.settings.checkpoint_every_steps == 0
-
-    @property
-    def _milestone_steps(self) -> int:
-        return self.settings.milestone_every_epochs * self.schedules.steps_per_epoch
-
     def _log_start(self) -> None:
         """Log step 0: the loss of the first batch and a probe, both before any training."""
         hyper = self.schedules.at(0)
@@ -277,10 +272,12 @@ class Trainer:
                 state["skipped_steps"] = self.bad_steps.skipped
             # The backbone first: a run whose last checkpoint exists counts as finished and must have its backbone. The
             # first checkpoint before it: a backbone without a checkpoint tells that the checkpoints were lost.
-            writes = (self._write_backbone, lambda: self.store.save(done, state, milestone_every=self._milestone_steps))
+            kept = self.times.milestone_steps
+            writes = (self._write_backbone, lambda: self.store.save(done, state, milestone_every=kept))
             for write in writes if self.store.steps() else reversed(writes):
                 write()
         distributed.barrier()
+        self.times.restart()
 
     def _write_backbone(self, name: str = BACKBONE_FILE) -> None:
         backbone, mean, std = self.method.backbone_to_evaluate(), self.views.mean, self.views.std

@@ -84,7 +84,13 @@ def test_a_backbone_of_other_options_is_another_recipe(tmp_path: Path) -> None:
 def test_what_decides_no_result_may_change(tmp_path: Path) -> None:
     claim(tmp_path)
     claim(tmp_path, trainer__max_steps=7, data__num_workers=0, trainer__accumulation_steps=2, trainer__device="cpu")
-    claim(tmp_path, trainer__max_steps=7, trainer__log_every_steps=3, data__cache_gib=1.0)
+    claim(
+        tmp_path,
+        trainer__max_steps=7,
+        trainer__log_every_steps=3,
+        trainer__checkpoint_every_minutes=3,
+        data__cache_gib=1.0,
+    )
     # the file says what was run last
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["trainer"]["max_steps"] == 7
     kept = RunFolder(tmp_path, recipe()).binding_text()

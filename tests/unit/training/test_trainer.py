@@ -3,6 +3,7 @@ import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from massl.data.sources.array import ArraySource
 from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper, StepOutput
 from massl.methods.massl import MaSSL
-from massl.training import probes
+from massl.training import checkpoint_times, probes
 from massl.training.bad_steps import TrainingStopped
 from massl.training.checkpoint import load_checkpoint
 from massl.training.metrics_log import TIMING_KEYS, read_metrics
@@ -347,6 +348,49 @@ def test_every_step_and_part_is_shown_not_only_logged_ones(tmp_path: Path, monke
     monkeypatch.setattr(ProgressDisplay, "advance", lambda self, steps, loss: shown.append(steps))
     fit(tmp_path, trainer__accumulation_steps=2, trainer__log_every_steps=100, trainer__max_steps=2)
     assert shown[2:] == [0.0, 0.5, 1, 1.0, 1.5, 2]  # the first two are of the batch before training
+
+
+class Slow(MaSSL):
+    """Takes four minutes a step by the clock of the checkpoints; killed at one step, it saves nothing more."""
+
+    now, killed_at = 0.0, -1
+
+    def after_step(self, output: StepOutput, hyper: StepHyper) -> None:
+        if hyper.step == self.killed_at:
+            raise MemoryError
+        super().after_step(output, hyper)
+        Slow.now += 240.0
+
+
+@pytest.mark.parametrize(("minutes", "steps"), [(10, [3, 6]), (5, [2, 4, 6]), (0, [6])])
+def test_a_slow_run_saves_after_some_minutes(
+    minutes: float, steps: list[int], straight_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_times, "time", SimpleNamespace(monotonic=lambda: Slow.now))
+    options = {"trainer__checkpoint_every_minutes": minutes, "trainer__keep_checkpoints": 9}
+    run = trainer(tmp_path, method_type=Slow, **options)
+    run.fit()
+    assert run.store.steps() == steps
+    assert_equal(checkpoint(tmp_path, 6), checkpoint(straight_run, 6))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_slow_run_that_is_killed_continues_bit_for_bit_from_its_last_minutes(
+    parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(Slow):
+        killed_at = 5
+
+    monkeypatch.setattr(checkpoint_times, "time", SimpleNamespace(monotonic=lambda: Slow.now))
+    changes = {"trainer__accumulation_steps": parts}
+    fit(tmp_path / "straight", **changes)
+    killed = trainer(tmp_path / "killed", method_type=Killed, trainer__checkpoint_every_minutes=15, **changes)
+    with pytest.raises(MemoryError):
+        killed.fit()
+    assert killed.store.steps() == [4]
+    assert fit(tmp_path / "killed", **changes).finished
+    assert_equal(checkpoint(tmp_path / "killed", 6), checkpoint(tmp_path / "straight", 6))
+    assert rows_without_timing(tmp_path / "killed") == rows_without_timing(tmp_path / "straight")
 
 
 def test_a_finished_run_does_nothing_when_started_again(straight_run: Path) -> None:
