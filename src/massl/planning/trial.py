@@ -38,7 +38,9 @@ _WARM_UP = {"cuda": 6, "cpu": 1}  # steps: a GPU runs three ordinary ones, recor
 _SECONDS = {"cuda": 8.0, "cpu": 2.0}  # of one timed pass, about
 _MOST_STEPS = {"cuda": 200, "cpu": 40}
 _FEWEST_STEPS = {"cuda": 20, "cpu": 3}
-_SLOW_STEP = 0.7  # seconds; on a CPU slower steps are timed on a part of the batch
+# Seconds; on a CPU slower steps are timed on a part of the batch, in proportion to its images: ViT-Ti at 64 px takes
+# 32, 25, 24 and 24 ms of a core for each of 8, 32, 64 and 128 images.
+_SLOW_STEP = 0.7
 _SMALLEST_PART = 8  # images
 _BATCHES_AHEAD = 3  # that the loader keeps on the device while a step runs
 _MEMORY_STEPS = 5  # enough to record a step and replay it once
@@ -104,8 +106,7 @@ def measure_speed(recipe: TrialRecipe, source: ImageSource, device: torch.device
     """`cached_share`: of the images that fit data.cache_gib, so that later passes do not decode them."""
     kind, full = device.type, recipe.trainer.batch_size
     steps = _Steps(recipe, device=device)
-    small, small_seconds = (full, 0.0) if kind == "cuda" else _small_step(steps, recipe, source, device)
-    batch_size = full if kind == "cuda" else _batch_to_time(full, small, small_seconds)
+    batch_size = full if kind == "cuda" else _batch_to_time(steps, recipe, source, device)
     num_parts = recipe.trainer.accumulation_steps if batch_size == full else 1
 
     def update(images: ImageBatch) -> None:
@@ -124,9 +125,6 @@ def measure_speed(recipe: TrialRecipe, source: ImageSource, device: torch.device
             update, recipe, source, lambda step: order.at(step % in_turn), device, cache=cache
         )
         later = cached_share * from_cache + (1 - cached_share) * first_pass
-    if small < batch_size < full:
-        less = _less_per_image(small, small_seconds, batch_size, batch_size * later, full)
-        first_pass, later = first_pass - less, later - less
     probe, num_probed = _time_probe(recipe, source, steps, device, cache)
     return Speed(first_pass=first_pass, later=later, probe=probe, num_probed=num_probed)
 
@@ -188,33 +186,19 @@ def _first_batch(recipe: TrialRecipe, source: ImageSource, device: torch.device,
         return loader.at(0)
 
 
-def _small_step(steps: _Steps, recipe: TrialRecipe, source: ImageSource, device: torch.device) -> tuple[int, float]:
-    """A few images, and the seconds of a step with them."""
-    small = min(recipe.trainer.batch_size, _SMALLEST_PART)
-    images, seconds = _first_batch(recipe, source, device, small), list[float]()
+def _batch_to_time(steps: _Steps, recipe: TrialRecipe, source: ImageSource, device: torch.device) -> int:
+    """On a CPU: the batch, or the power of two below it whose step takes less than a second."""
+    full = recipe.trainer.batch_size
+    size = min(full, _SMALLEST_PART)
+    images, seconds = _first_batch(recipe, source, device, size), list[float]()
     while len(seconds) < 2 or (len(seconds) < 4 and sum(seconds) < 1.0):  # the first one is slower
         start = time.perf_counter()
         steps(images)
         seconds.append(time.perf_counter() - start)
-    return small, min(seconds)
-
-
-def _batch_to_time(full: int, small: int, small_seconds: float) -> int:
-    """On a CPU: the batch, or the power of two below it whose step takes less than a second."""
-    size = small
-    while size * 2 <= full and small_seconds / small * size * 2 <= _SLOW_STEP:
+    per_image = min(seconds) / size
+    while size * 2 <= full and per_image * size * 2 <= _SLOW_STEP:
         size *= 2
     return full if size * 2 > full else size
-
-
-def _less_per_image(small: int, small_seconds: float, part: int, part_seconds: float, full: int) -> float:
-    """Seconds an image takes less in a full batch than in a part of it: a step has costs that no image adds to.
-
-    They follow from the steps of two sizes; the optimizer and the teacher are most of them.
-    """
-    per_image = (part_seconds - small_seconds) / (part - small)
-    fixed = min(max(0.0, small_seconds - small * per_image), small_seconds)
-    return fixed * (1 / part - 1 / full)
 
 
 def _seconds_per_image(

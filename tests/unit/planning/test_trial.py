@@ -107,21 +107,9 @@ def test_memory_grows_in_a_line_with_the_batch(monkeypatch: pytest.MonkeyPatch, 
     assert memory.peak == pytest.approx(5.0)
 
 
-def test_slow_steps_are_timed_on_a_part_of_the_batch() -> None:
-    assert trial._batch_to_time(128, 8, 0.01) == 128
-    assert trial._batch_to_time(128, 8, 0.1) == 32  # 0.4 s; 64 would take 0.8 s
-    assert trial._batch_to_time(48, 8, 0.1) == 48
-    assert trial._batch_to_time(128, 8, 3.0) == 8
-
-
-def test_what_a_step_costs_whatever_its_images_is_not_multiplied() -> None:
-    """Steps of 0.2 s and 0.01 s for each image, timed with 8 and 32 of 128 images."""
-    less = trial._less_per_image(8, 0.28, 32, 0.52, 128)
-    assert 0.52 / 32 - less == pytest.approx((0.2 + 1.28) / 128)
-    assert trial._less_per_image(8, 0.08, 32, 0.4, 128) == 0  # loading held the larger step up
-
-
-def test_the_trial_builds_its_networks_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_steps_are_timed_on_a_part_of_the_batch_by_the_same_networks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built: list[object] = []
     build = trial.build_method
     monkeypatch.setattr(trial, "build_method", lambda *given, **named: built.append(given) or build(*given, **named))
