@@ -3,8 +3,8 @@
     python benchmarks/tune.py try --settings settings.yaml --data train.npz --epochs 10 --output tuning
     python benchmarks/tune.py final --output tuning --name m98 --data train.npz --test test.npz --epochs 30
 
-`try` trains every setting on nine tenths of the training images, the same for all, and classifies the other tenth by
-k-NN. It has no option for test images. A row is appended to tuning/tried.jsonl after each run and tuning/tried.md is
+`try` trains every setting on nine tenths of the training images (--hold_out 0.1), the same for all, and classifies the
+other tenth by k-NN. It has no option for test images. A row is appended to tuning/tried.jsonl after each run and tuning/tried.md is
 the table of everything tried. `final` trains one setting on all training images and classifies the test images, once:
 in the same folder it refuses a second setting of the same recipe. The settings are a YAML list:
 
@@ -27,7 +27,6 @@ from massl.config import MasslError
 from massl.data.sources import held_out, open_source
 from massl.files import write_atomically
 
-_HOLD_OUT = 0.1
 _TRIED, _TABLE, _FINAL = "tried.jsonl", "tried.md", "final.jsonl"
 _KEYS = {"name", "recipe", "set", "predicted"}
 
@@ -39,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trying.add_argument("--settings", required=True, type=Path, help="YAML list of name, recipe, set and predicted")
     trying.add_argument("--data", required=True, help="the training images, labelled")
     trying.add_argument("--epochs", required=True, type=int)
+    trying.add_argument("--hold_out", default=0.1, type=float, help="share of the training images to score on")
     trying.add_argument("--probes", default=2, type=int, help="probes at equal distances; the last is the score")
     trying.add_argument("--seed", default=0, type=int)
     trying.add_argument("--output", required=True, type=Path)
@@ -63,7 +63,7 @@ def try_settings(chosen: argparse.Namespace) -> None:
     rows = tried(chosen.output)
     done = {row["run"] for row in rows}
     started = time.monotonic()
-    num_held = len(held_out(open_source(chosen.data), _HOLD_OUT)[1])
+    num_held = len(held_out(open_source(chosen.data), chosen.hold_out)[1])
     for setting in settings:
         run = f"{setting['name']}-e{chosen.epochs}-s{chosen.seed}"
         if run in done:
@@ -84,7 +84,7 @@ def one_try(setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, nu
         **setting.get("set", {}),
         "trainer.epochs": chosen.epochs,
         "trainer.seed": chosen.seed,
-        "data.hold_out": _HOLD_OUT,
+        "data.hold_out": chosen.hold_out,
         "probes.database": "",
         "probes.queries": "",
         "probes.every_epochs": chosen.epochs / chosen.probes,
