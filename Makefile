@@ -3,7 +3,7 @@
 # make test-slow   the long tests: learning runs, more faults, whole suite, documentation site, browser, benchmarks
 # make test-all    quick and long tests in one go, which collects them once: what CI runs
 # make test-gpu    the tests that need a GPU, by the Python given: make test-gpu PYTHON=python3 (installs nothing)
-# make reliability 10,000 cases of every fault class (CASES=300 KILLS=5: a short look), into docs/reliability.md
+# make reliability new random examples, then 10,000 cases of every fault class (CASES=300 KILLS=5: a short look)
 # make test-minimum  a share of the tests with the oldest versions of all dependencies (its own environment, .venv-min)
 # make audit       the licences of all dependencies
 # make lint        ruff and mypy
@@ -78,6 +78,7 @@ test-gpu:
 CASES ?= 10000
 KILLS ?= 100
 reliability: $(STAMP)
+	$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile random tests/unit
 	$(BIN)/python -m tests.reliability --table --cases $(CASES) --kills $(KILLS)
 
 # Warnings are no errors here: old packages warn about newer ones.

@@ -20,8 +20,10 @@ for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[name] = "1"
 # No deadline: how long an example takes depends on how busy the machine is, not on whether the code is right. The same
 # examples in every run, so that a change is not blamed for what was there; `make reliability` draws new ones.
-hypothesis.settings.register_profile("random", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.register_profile("massl", hypothesis.settings.get_profile("random"), derandomize=True)
+unharmful = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture]
+patient = {"deadline": None, "suppress_health_check": unharmful}
+hypothesis.settings.register_profile("random", **patient)
+hypothesis.settings.register_profile("massl", derandomize=True, database=None, **patient)
 hypothesis.settings.load_profile("massl")
 
 

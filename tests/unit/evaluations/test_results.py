@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from massl.evaluations.measurement import EvaluationError, Setting
@@ -100,7 +100,7 @@ def test_without_a_file_there_are_no_rows_and_none_is_made(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30)
 @given(num_bytes=st.integers(min_value=0), reads_before=st.booleans())
 def test_a_file_cut_off_anywhere_keeps_its_whole_rows_and_takes_new_ones(
     tmp_path: Path, num_bytes: int, reads_before: bool

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from massl.data.evaluation import ground_truth
@@ -223,7 +223,7 @@ def test_a_file_cut_off_anywhere_is_refused_with_advice(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@settings(max_examples=150)
 def test_a_file_with_wrong_bytes_is_read_or_refused_but_never_crashes(tmp_path: Path, data: st.DataObject) -> None:
     damaged = bytearray(pickle.dumps(content(), protocol=data.draw(st.sampled_from([0, 2, 4, 5]))))
     for _ in range(data.draw(st.integers(1, 4))):
