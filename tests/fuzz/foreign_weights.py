@@ -10,7 +10,16 @@ from torch import Tensor
 
 from tests.fuzz.weights import read_weights
 from tests.reliability.frame import Case, fault_class
-from tests.unit.weights.foreign_states import State, convnext, dinov2, dinov3, resnet, under, without_classifier
+from tests.unit.weights.foreign_states import (
+    State,
+    convnext,
+    dinov2,
+    dinov3,
+    in_transformers,
+    resnet,
+    under,
+    without_classifier,
+)
 
 _STATES: tuple[Callable[[], State], ...] = (
     dinov2,
@@ -19,6 +28,8 @@ _STATES: tuple[Callable[[], State], ...] = (
     dinov3,
     lambda: dinov3(swiglu=True),
     lambda: dinov3(bias=False),
+    in_transformers,
+    lambda: in_transformers(dinov3=True),
     lambda: thin(convnext()),
     lambda: thin(convnext(v2=True)),
     lambda: thin(resnet()),
@@ -39,6 +50,8 @@ _KEYS = (
     *("blocks.0.attn.qkv.bias", "blocks.0.attn.qkv.bias_mask", "blocks.0.gamma_1", "blocks.0.mlp.w12.weight"),
     *("blocks.99999999.norm1.weight", "layer1.0.conv3.weight", "layer4.9999.conv1.weight", "conv1.weight"),
     *("downsample_layers.0.0.weight", "stages.0.blocks.0.conv_dw.weight", "stages.9.0.gamma", "head.norm.weight"),
+    *("embeddings.position_embeddings", "encoder.layer.0.attention.attention.key.bias", "layer.9.norm1.weight"),
+    *("embeddings.patch_embeddings.weight", "features.1.0.layer_scale", "vit.embeddings.patch_embeddings.weight"),
     *("blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight", "patch_embed.proj.weight", "module.", "\x1b[2J", ""),
 )
 

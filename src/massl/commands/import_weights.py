@@ -35,7 +35,7 @@ class ImportSettings(Settings):
         tyro.conf.Positional[str],
         Field(
             description="weights or checkpoint (.pth .pt .bin .safetensors) of DINO, DINOv2, DINOv3, iBOT, MaSSL, "
-            "MoCo, SwAV, MAE, DeiT, ConvNeXt, torchvision (ResNets) or timm"
+            "MoCo, SwAV, MAE, DeiT, ConvNeXt, torchvision (ResNets, ConvNeXt) or timm; or a folder of transformers"
         ),
     ]
     output: str = Field(description="folder to write; it must not exist")
@@ -48,8 +48,12 @@ class ImportSettings(Settings):
     image_size: int | None = Field(
         None, gt=0, le=MAX_SIDE, description="side of the images it is used with; default: that of its training"
     )
-    mean: tuple[float, float, float] | None = Field(None, description="of its images; default: ImageNet's")
-    std: tuple[float, float, float] | None = Field(None, description="of its images; default: ImageNet's")
+    mean: tuple[float, float, float] | None = Field(
+        None, description="of its images; default: what the folder says, else ImageNet's"
+    )
+    std: tuple[float, float, float] | None = Field(
+        None, description="of its images; default: what the folder says, else ImageNet's"
+    )
     position_resampling: ResamplingRule | None = Field(
         None,
         description="how position embeddings get other sizes; default: as its authors do. "
@@ -82,8 +86,10 @@ def run_import(settings: ImportSettings) -> Path:
     file, folder = (Path(name).expanduser() for name in (settings.file, settings.output))
     if folder.exists() or folder.is_symlink():
         raise MasslError(f"{folder} exists; move it away or choose another --output")
-    if not file.is_file():
-        raise UsageError(f"{file} is no file; give a weights file of another project")
+    if not file.exists():
+        raise UsageError(f"{file} is no file or folder; give weights of another project")
+    if file.is_dir() and not any((file / name).exists() for name in ("config.json", BACKBONE_FILE)):
+        raise UsageError(f"{file} holds no config.json; give a weights file, or a folder that transformers wrote")
     require_writable(folder.parent)
     model = open_foreign(
         file,
@@ -98,7 +104,7 @@ def run_import(settings: ImportSettings) -> Path:
     mean, std = settings.mean or model.mean, settings.std or model.std
     about: dict[str, Any] = {"timm_arguments": backbone.timm_arguments, "mean": mean, "std": std}
     origin = model.origin.replace(str(file), file.name)  # where it lay is no matter of those who get the folder
-    content = backbone_bytes(backbone.model, image_size=size, origin=origin, **about)
+    content = backbone_bytes(backbone.model, image_size=size, crop_ratio=model.crop_ratio, origin=origin, **about)
     try:
         make_folder(folder)
         write_atomically(folder / BACKBONE_FILE, content)

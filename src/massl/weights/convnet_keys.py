@@ -1,7 +1,7 @@
 """ConvNeXts and ResNets in checkpoints of other projects -> timm's keys, and the arguments of the empty model.
 
-The authors' ConvNeXt (also DINOv3's) names its tensors in its own way. ResNets are named alike everywhere: torchvision,
-timm, MoCo, SwAV, DINO.
+The authors' ConvNeXt (also DINOv3's) and torchvision's name their tensors in their own ways. ResNets are named alike
+everywhere: torchvision, timm, MoCo, SwAV, DINO.
 """
 
 import re
@@ -28,7 +28,8 @@ _CONVNEXTS: dict[tuple[int, Depths], str] = {  # width and blocks of the stages 
     (352, (3, 3, 27, 3)): "huge",  # v2 only
 }
 _ONLY_IN = {"xlarge": "convnext", "huge": "convnextv2"}
-_RENAMED_CONVNEXT = {  # the authors' keys -> timm's
+_AUTHORS_SIGN, _TORCHVISION_SIGN = "downsample_layers.0.0.weight", "features.1.0.layer_scale"
+_AUTHORS = {  # key -> timm's
     r"^downsample_layers\.0\.": "stem.",
     r"^downsample_layers\.(\d+)\.": r"stages.\1.downsample.",
     r"^stages\.(\d+)\.(?=\d+\.)": r"stages.\1.blocks.",
@@ -37,6 +38,18 @@ _RENAMED_CONVNEXT = {  # the authors' keys -> timm's
     r"\.grn\.gamma$": ".mlp.grn.weight",
     r"\.grn\.beta$": ".mlp.grn.bias",
     r"^norm\.": "head.norm.",
+}
+_TORCHVISION = {
+    r"^features\.0\.": "stem.",
+    **{rf"^features\.{2 * stage}\.": f"stages.{stage}.downsample." for stage in (1, 2, 3)},
+    **{rf"^features\.{2 * stage + 1}\.": f"stages.{stage}.blocks." for stage in (0, 1, 2, 3)},
+    r"\.block\.0\.": ".conv_dw.",
+    r"\.block\.2\.": ".norm.",
+    r"\.block\.3\.": ".mlp.fc1.",
+    r"\.block\.5\.": ".mlp.fc2.",
+    r"\.layer_scale$": ".gamma",
+    r"^classifier\.0\.": "head.norm.",
+    r"^classifier\.2\.": "head.fc.",
 }
 _RESNETS: dict[tuple[bool, Depths], str] = {  # whether blocks are bottlenecks, blocks of the stages -> timm's name
     (False, (2, 2, 2, 2)): "resnet18",
@@ -50,20 +63,22 @@ _PIXELS = "224 px"
 
 
 def is_convnext(tensors: Collection[str]) -> bool:
-    """Whether the keys are those of a ConvNeXt, the authors' or timm's."""
-    return "downsample_layers.0.0.weight" in tensors or "stages.0.blocks.0.conv_dw.weight" in tensors
+    """Whether the keys are those of a ConvNeXt: the authors', torchvision's or timm's."""
+    return any(sign in tensors for sign in (_AUTHORS_SIGN, _TORCHVISION_SIGN, "stages.0.blocks.0.conv_dw.weight"))
 
 
 def as_convnext(tensors: Mapping[str, Tensor], *, origin: str, is_named: bool) -> Network:
     """timm's ConvNeXt. `is_named`: the user names the model, so its size need not be known here."""
     named = tensors
-    if "downsample_layers.0.0.weight" in tensors:
+    if _AUTHORS_SIGN in tensors:
         # `norms` are the same norm once more (DINOv3); `projectors` of distillation
         own = {key: tensor for key, tensor in tensors.items() if not key.startswith(("norms.", "projectors."))}
-        named = {_timm_key(key): tensor for key, tensor in own.items()}
-    # response norms are [1, 1, 1, C] in the authors' files
+        named = {_timm_key(key, _AUTHORS): tensor for key, tensor in own.items()}
+    elif _TORCHVISION_SIGN in tensors:
+        named = {_timm_key(key, _TORCHVISION): tensor for key, tensor in tensors.items()}
+    # response norms are [1, 1, 1, C] in the authors' files, scales [C, 1, 1] in torchvision's
     named = {
-        key: tensor.flatten() if ".mlp.grn." in key and is_plain(tensor) else tensor for key, tensor in named.items()
+        key: _flat(tensor) if re.search(r"\.mlp\.grn\.|\.gamma$", key) else tensor for key, tensor in named.items()
     }
     named = {key: tensor for key, tensor in named.items() if not key.startswith("head.fc.")}
     stem = named.get("stem.0.weight", torch.empty(0))
@@ -111,10 +126,15 @@ def as_resnet(tensors: Mapping[str, Tensor], *, origin: str, is_named: bool) -> 
     return Network(named, arguments, f"{kind}, {depths} blocks, {_PIXELS}")
 
 
-def _timm_key(key: str) -> str:
-    for pattern, name in _RENAMED_CONVNEXT.items():
+def _timm_key(key: str, names: Mapping[str, str]) -> str:
+    for pattern, name in names.items():
         key = re.sub(pattern, name, key)
     return key
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """One that has a single long side as a vector; others as they are."""
+    return tensor.flatten() if is_plain(tensor) and max(tensor.shape, default=0) == tensor.numel() else tensor
 
 
 def _depths(tensors: Collection[str], pattern: str) -> Depths:

@@ -4,7 +4,6 @@ A file may come from a stranger, so each value is checked before it is used.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from massl.config import MasslError
 from massl.data.evaluation.views import MAX_SIDE, PUBLISHED_CROP_RATIO
 from massl.nn.positions import RESAMPLING_RULE, RESAMPLING_RULES
 
+_MAX_NUMBER = 1e30  # larger ones are infinite in float32, or soon will be
 _MAX_SIGNS = 200  # of a text from a file in a message
 
 
@@ -55,10 +55,10 @@ def read_facts(path: Path, metadata: Mapping[str, str]) -> BackboneFacts | None:
     size_fits = type(image_size) is int and 0 < image_size <= MAX_SIDE
     expected = {
         "timm, a mapping with the name of the model": isinstance(timm_arguments, dict) and _has_names(timm_arguments),
-        "mean, three numbers": _are_three_numbers(mean),
-        "std, three numbers above 0": _are_three_numbers(std) and min(std) > 0,
+        "mean, three numbers": are_three_numbers(mean),
+        "std, three numbers above 0": are_three_numbers(std) and min(std) > 0,
         f"image_size, a whole number up to {MAX_SIDE}": image_size is None or size_fits,
-        "crop_ratio, a number above 0 and up to 1": _is_number(crop_ratio) and 0 < crop_ratio <= 1,
+        "crop_ratio, a number above 0 and up to 1": is_number(crop_ratio) and 0 < crop_ratio <= 1,
         "position_resampling, a word": isinstance(rule, str),
     }
     wrong = [what for what, fits in expected.items() if not fits]
@@ -85,9 +85,9 @@ def _has_names(timm_arguments: dict[str, Any]) -> bool:
     return isinstance(timm_arguments.get("model_name"), str) and timm_arguments.get("stem", "") in ("", "small")
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= _MAX_NUMBER  # not math.isfinite: it fails for large integers
 
 
-def _are_three_numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(map(_is_number, value))
+def are_three_numbers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 3 and all(map(is_number, value))

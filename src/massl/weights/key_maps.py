@@ -1,7 +1,7 @@
 """Finds the backbone in a checkpoint of another project, and the timm model that it fits.
 
 Projects differ in the entry of the file, the prefix of the keys, and the other tensors in the file; this module
-resolves these. transformer_keys.py and convnet_keys.py know the networks.
+resolves these. transformer_keys.py and convnet_keys.py know the networks, huggingface_keys.py other names for them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,6 +13,7 @@ from torch import Tensor
 from massl.nn.positions import RESAMPLING_RULE, ResamplingRule
 from massl.weights.convnet_keys import as_convnext, as_resnet, is_convnext, is_resnet
 from massl.weights.facts import WeightsError, for_message
+from massl.weights.huggingface_keys import has_hub_keys, with_timm_keys
 from massl.weights.transformer_keys import Network, as_dinov3, as_transformer, is_dinov3, is_transformer
 
 KNOWN_LAYOUTS = (
@@ -22,7 +23,8 @@ KNOWN_LAYOUTS = (
     "a backbone of iBOT or SwAV ({'state_dict': {...}})",
     "a checkpoint of MAE, DeiT or ConvNeXt ({'model': {...}})",
     "the flat state dict of a DINO, DINOv2 or DINOv3 backbone, of timm's VisionTransformer, DINOv3, ConvNeXt or "
-    "ResNet, or of torchvision's ResNet",
+    "ResNet, or of torchvision's ResNet or ConvNeXt",
+    "a folder or file of transformers: ViT, ViT-MAE, DINOv2, DINOv3, ConvNeXt",
 )
 _ENTRIES = ("teacher", "state_dict", "model")  # the weights are in the first of these, else the file itself
 # of a backbone's keys, after any `module.` of distributed training
@@ -60,6 +62,9 @@ def backbone_of(
     """
     entry, weights = _weights_of(checkpoint, origin=origin)
     weights = _without("module.", weights, origin=origin)
+    is_of_hub = has_hub_keys(weights)
+    if is_of_hub:
+        weights = with_timm_keys(weights, origin=origin)
     prefix = next((candidate for candidate in _PREFIXES if any(key.startswith(candidate) for key in weights)), "")
     unexpected = [key for key in weights if not key.startswith((prefix, *_OTHER_PARTS))]
     if unexpected:
@@ -71,9 +76,8 @@ def backbone_of(
     }
     is_mocov3 = prefix == "base_encoder."
     network = _network_of(tensors, num_heads, timm_name, is_mocov3=is_mocov3, origin=origin)
-    return ForeignBackbone(
-        network=_with_rule(network, position_resampling), part=_part_of(checkpoint, entry, prefix, weights)
-    )
+    part = "transformers model" if is_of_hub else _part_of(checkpoint, entry, prefix, weights)
+    return ForeignBackbone(network=_with_rule(network, position_resampling), part=part)
 
 
 def _network_of(

@@ -22,6 +22,7 @@ from massl.nn.backbone import Backbone
 from massl.nn.positions import ResamplingRule
 from massl.nn.timm_models import create_timm_model
 from massl.weights.facts import WeightsError, for_message
+from massl.weights.huggingface_folder import ForeignFile, read_hub_folder
 from massl.weights.io import (
     BackboneContent,
     backbone_content,
@@ -99,42 +100,45 @@ def open_model(
         return _open_timm(str(name), num_heads=num_heads, pretrained=pretrained)
     if pretrained is False:
         raise WeightsError(f"{path} holds weights; for random ones (pretrained=False) give the name of a timm model")
-    file = backbone_path(path)
-    if file.suffix == ".safetensors":
-        tensors, metadata = read_safetensors(file)
-        content = backbone_content(file, tensors, metadata)
-        if content is not None:
-            return _open_own(str(name), path, content, num_heads=num_heads)
-        return _open_foreign(str(name), file, tensors, num_heads=num_heads)
-    return _open_foreign(str(name), file, read_pickled(file), num_heads=num_heads)
+    found = _read(path)
+    if isinstance(found, BackboneContent):
+        return _open_own(str(name), path, found, num_heads=num_heads)
+    return _open_foreign(str(name), found, num_heads=num_heads)
 
 
 def open_foreign(
-    file: Path,
+    path: Path,
     *,
     num_heads: int | None = None,
     timm_name: str | None = None,
     position_resampling: ResamplingRule | None = None,
 ) -> LoadedModel:
-    """The backbone in a weights file of another project.
+    """The backbone in a weights file of another project or a folder of transformers.
 
     `timm_name` names its model where the tensors do not tell; with a tag, mean and deviation of the colours are those
     of timm's weights. `position_resampling` replaces the authors' rule.
     """
     if timm_name is not None:
         _require_timm_name(timm_name)
-    is_safetensors = file.suffix == ".safetensors"
-    checkpoint, metadata = read_safetensors(file) if is_safetensors else (read_pickled(file), {})
-    if is_safetensors and backbone_content(file, checkpoint, metadata) is not None:
-        raise WeightsError(f"{file} is a backbone of massl already; every command opens it as it is")
+    found = _read(path)
+    if isinstance(found, BackboneContent):
+        raise WeightsError(f"{path} is a backbone of massl already; every command opens it as it is")
     return _open_foreign(
-        str(file),
-        file,
-        checkpoint,
-        num_heads=num_heads,
-        timm_name=timm_name,
-        position_resampling=position_resampling,
+        str(path), found, num_heads=num_heads, timm_name=timm_name, position_resampling=position_resampling
     )
+
+
+def _read(path: Path) -> BackboneContent | ForeignFile:
+    """The content of a run's folder, of a weights file, or of a folder of transformers."""
+    from_hub = read_hub_folder(path)
+    if from_hub is not None:
+        return from_hub
+    file = backbone_path(path)
+    if file.suffix != ".safetensors":
+        return ForeignFile(path=file, checkpoint=read_pickled(file), num_bytes=file.stat().st_size)
+    tensors, metadata = read_safetensors(file)
+    own = backbone_content(file, tensors, metadata)
+    return own or ForeignFile(path=file, checkpoint=tensors, num_bytes=file.stat().st_size)
 
 
 def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int | None) -> LoadedModel:
@@ -154,30 +158,33 @@ def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int
 
 def _open_foreign(
     name: str,
-    path: Path,
-    checkpoint: Any,
+    file: ForeignFile,
     *,
     num_heads: int | None,
     timm_name: str | None = None,
     position_resampling: ResamplingRule | None = None,
 ) -> LoadedModel:
+    if num_heads is not None and file.num_heads not in (None, num_heads):
+        raise WeightsError(f"{file.path} has {file.num_heads} attention heads, not {num_heads}; omit --num_heads")
     architecture, _, tag = (timm_name or "").partition(".")
     found = backbone_of(
-        checkpoint,
-        origin=str(path),
-        num_heads=num_heads,
+        file.checkpoint,
+        origin=str(file.path),
+        num_heads=num_heads or file.num_heads,
         timm_name=architecture or None,
         position_resampling=position_resampling,
     )
     network = found.network
-    backbone = _described_backbone(network.timm_arguments, origin=str(path), num_bytes=path.stat().st_size)
-    load_strictly(backbone.model, _without_classifier(network.tensors, backbone.model), origin=str(path))
-    origin = f"{found.part} {path} ({network.summary})"
+    arguments = {**network.timm_arguments, **file.timm_options}
+    backbone = _described_backbone(arguments, origin=str(file.path), num_bytes=file.num_bytes)
+    load_strictly(backbone.model, _without_classifier(network.tensors, backbone.model), origin=str(file.path))
+    origin = f"{found.part} {file.path} ({network.summary})"
     if "MoCo-v3" in found.part and network.timm_arguments.get("embed_dim") == 384 and num_heads is None:
         origin += "; MoCo-v3's ViT-S has 12 heads where others have 6"
     config: Any = timm.get_pretrained_cfg(timm_name) if timm_name and tag else None
     mean, std = (tuple(config.mean), tuple(config.std)) if config else (_IMAGENET_MEAN, _IMAGENET_STD)
-    return _loaded(backbone, name=name, origin=origin, mean=mean, std=std)
+    model = _loaded(backbone, name=name, origin=origin, mean=file.mean or mean, std=file.std or std)
+    return replace(model, crop_ratio=file.crop_ratio or model.crop_ratio)
 
 
 def _without_classifier(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

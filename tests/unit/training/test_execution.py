@@ -41,9 +41,24 @@ def test_the_choice_is_described_with_its_reason() -> None:
     assert chosen("vit_small_patch16_dinov3", ON_GPU).networks == (
         "plain, which is slower (its blocks rotate queries and keys)"
     )
+    assert chosen("vit_giant_patch14_dinov2", ON_GPU).networks == (
+        "plain, which is slower (its blocks have a SwiGLU MLP)"
+    )
+    assert chosen("vit_small_patch14_reg4_dinov2", ON_GPU).networks == "fused, bf16 residual stream"
     assert chosen("vit_tiny_patch16_224", torch.device("cpu")) == Execution(
         networks="plain (they need a GPU and bf16)", cuda_graph=False
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "is_fused"), [("vit_giant_patch14_dinov2", False), ("vit_small_patch14_reg4_dinov2", True)]
+)
+def test_swiglu_is_computed_by_the_plain_path_and_registers_and_layer_scale_by_the_kernels(
+    name: str, is_fused: bool
+) -> None:
+    trained = method(name)
+    choose_execution(trained, kernels="fused", bf16=True, float32_stream=False, cuda_graph=True, device=ON_GPU)
+    assert [backbone.fused_kernels for backbone in trained.backbones()] == [is_fused, is_fused]
 
 
 @pytest.mark.parametrize(("device", "expected"), [(ON_GPU, True), (torch.device("cpu"), False)])

@@ -80,6 +80,34 @@ def dinov3(*, dim: int = 32, depth: int = 2, num_heads: int = 2, swiglu: bool = 
     return state
 
 
+def in_transformers(*, dim: int = 24, depth: int = 2, dinov3: bool = False) -> State:
+    """As model.safetensors of facebook/dinov2-with-registers-small; `dinov3`: of facebook/dinov3-vits16plus."""
+    stem = "embeddings.patch_embeddings" if dinov3 else "embeddings.patch_embeddings.projection"
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.cls_token": (1, 1, dim),
+        "embeddings.mask_token": (1, dim),
+        "embeddings.register_tokens": (1, 4, dim),
+        **({} if dinov3 else {"embeddings.position_embeddings": (1, 17, dim)}),
+        **layer(stem, dim, 3, 14, 14),
+    }
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj")
+    if not dinov3:
+        parts = ("attention.query", "attention.key", "attention.value", "output.dense")
+    up, down = (("gate_proj", "up_proj"), "down_proj") if dinov3 else (("fc1",), "fc2")
+    for number in range(depth):
+        name = f"layer.{number}" if dinov3 else f"encoder.layer.{number}"
+        for part in parts:
+            shapes |= layer(f"{name}.attention.{part}", dim, dim)
+        for place in (1, 2):
+            shapes |= {**layer(f"{name}.norm{place}", dim), f"{name}.layer_scale{place}.lambda1": (dim,)}
+        for part in up:
+            shapes |= layer(f"{name}.mlp.{part}", 4 * dim, dim)
+        shapes |= layer(f"{name}.mlp.{down}", dim, 4 * dim)
+        if dinov3:
+            del shapes[f"{name}.attention.k_proj.bias"]
+    return drawn({**shapes, **layer("norm" if dinov3 else "layernorm", dim)})
+
+
 def convnext(*, v2: bool = False, dinov3: bool = False) -> State:
     """As convnextv2_atto_1k_224_ema.pt (`v2`), dinov3_convnext_tiny_pretrain_lvd1689m.pth, convnext_tiny_1k_224.pth."""
     dims, depths = (40, 80, 160, 320), (2, 2, 6, 2)
