@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ SMALL = {
 }
 
 
-def _start() -> Any:
+def _start(temporary: str) -> Any:
     """The browser, or a sentence that says what is missing."""
     program = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
     driver = shutil.which("chromedriver")
@@ -50,7 +51,7 @@ def _start() -> Any:
     for flag in _FLAGS:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    return webdriver.Chrome(options=options, service=Service(driver))
+    return webdriver.Chrome(options=options, service=Service(driver, env=os.environ | {"TMPDIR": temporary}))
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,15 @@ class Browser:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """Skipped where there is none; with MASSL_REQUIRE_BROWSER=1 that is a failure."""
-    started = _start()
-    if isinstance(started, str):
-        if os.environ.get("MASSL_REQUIRE_BROWSER") == "1":
-            pytest.fail(f"MASSL_REQUIRE_BROWSER=1, but this test {started}")
-        pytest.skip(started)
-    yield Browser(started)
-    started.quit()
+    # Not tmp_path: the name of a socket has 107 bytes at most.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:  # the browser leaves files there
+        started = _start(temporary)
+        if isinstance(started, str):
+            if os.environ.get("MASSL_REQUIRE_BROWSER") == "1":
+                pytest.fail(f"MASSL_REQUIRE_BROWSER=1, but this test {started}")
+            pytest.skip(started)
+        yield Browser(started)
+        started.quit()
 
 
 @pytest.fixture(scope="session")

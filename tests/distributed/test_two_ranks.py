@@ -112,10 +112,11 @@ def test_two_ranks_end_early_together_at_the_step_of_one_process(
 
 
 def test_torchrun_starts_the_same_command(one_process: Any, options: Any, runs: Any, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "massl"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher += ["--log-dir", str(tmp_path / "logs"), "-m", "massl"]  # else in the system's temporary folder
     command = [str(part) for part in (*launcher, *options(tmp_path / "two", max_steps=4))]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert finished.returncode == 0, finished.stderr
     assert "2 x CPU" in finished.stderr
     assert finished.stderr.count("finished: ") == 1

@@ -52,7 +52,7 @@ def test_a_run_whose_terminal_is_closed_saves_and_stops(recipe: Path, make_folde
         time.sleep(0.05)
     os.close(master)
     try:
-        assert process.wait(timeout=300) == 129
+        assert process.wait(timeout=900) == 129
     finally:
         process.kill()
         process.wait()

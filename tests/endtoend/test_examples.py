@@ -31,7 +31,7 @@ def test_a_loop_of_your_own_learns_and_says_so(script: str, package: str, tmp_pa
     command = [sys.executable, str(EXAMPLES / script), str(tmp_path / "photos"), "--epochs", "1", "--batch_size", "8"]
     command += ["--image_size", "32", "--memory", "16", "--workers", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "loss" in done.stdout + done.stderr
 

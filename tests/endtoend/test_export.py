@@ -89,7 +89,7 @@ def features_outside(work: Path, folders: list[tuple[str, str, str]]) -> dict[st
     noise = np.random.default_rng(0).integers(0, 256, (60, 90, 3)).astype(np.uint8)
     Image.fromarray(noise).resize((120, 90)).save(work / "photo.jpg", quality=95)
     command = [sys.executable, "-I", "-c", OUTSIDE, json.dumps(folders)]
-    done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=work, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     with np.load(work / "features.npz") as found:
         return dict(found)

@@ -108,7 +108,7 @@ def test_options_are_picked_in_turn(tmp_path: Path) -> None:
 
 def test_workers_that_die_hang_or_eat_memory_are_counted_and_replaced() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CAMPAIGN], cwd=TESTS.parent, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", CAMPAIGN], cwd=TESTS.parent, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     (dying, died), (hanging, hung) = json.loads(done.stdout)

@@ -15,7 +15,7 @@ def run(script: str, *, first: str = "import os, signal, time") -> subprocess.Co
     """A Python process that imports no torch."""
     prepare = f"{first}\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in background jobs
     command = [sys.executable, "-c", prepare + textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env={"PYTHONPATH": str(SOURCE)})
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, env={"PYTHONPATH": str(SOURCE)})
 
 
 def test_sigint_while_a_command_starts_is_answered_in_one_line() -> None:
