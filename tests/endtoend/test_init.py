@@ -191,6 +191,20 @@ def test_a_checkpoint_of_a_run_can_be_named(old: Path, start: Any) -> None:
     assert all(value.equal(kept[key]) for key, value in first.items())
 
 
+@pytest.mark.slow
+def test_a_run_starts_from_what_was_exported_to_transformers(old: Path, start: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = massl.export(old, to="transformers", output=tmp_path / "hf")
+    run = start("run", folder, steps=1)
+    expected = open_model(old)
+    recipe = PretrainRecipe.model_validate(read_yaml(run / "recipe.yaml"))
+    assert (recipe.views.mean, recipe.views.std) == (expected.mean, expected.std)
+    wanted = expected.backbone.model.state_dict()
+    for found in backbones(run, 0).values():  # student and teacher
+        assert found.keys() == wanted.keys()
+        assert all(value.equal(wanted[key]) for key, value in found.items())
+
+
 @pytest.mark.parametrize("name", ["test_vit.r160_in1k", "test_convnext.r160_in1k"])
 def test_a_timm_name_with_a_tag_gives_architecture_colours_and_weights(
     name: str, start: Any, monkeypatch: pytest.MonkeyPatch
