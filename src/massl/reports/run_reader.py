@@ -1,4 +1,4 @@
-"""The one reader of run folders: recipe.yaml, environment.json, metrics.jsonl, baseline.json and warnings.jsonl.
+"""The one reader of run folders: recipe.yaml, plan.txt, environment.json, metrics.jsonl, baseline.json, warnings.jsonl.
 
 A page shows whatever can be read and lists problems as remarks. A comparison reads strictly: a problem that would make
 its numbers wrong is an error.
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from massl.config import flatten, read_yaml
+from massl.files import read_limited
 from massl.json_lines import MOST_DAMAGED, JsonLine, read_json, read_json_lines
 from massl.reports.runs import PROBE_METRICS, Run, RunError, TrainingWarning
 
@@ -25,6 +26,7 @@ _LARGEST = 1e100
 # What a page can show; massl's own runs have at most 40 metrics. The longest are in characters.
 _MOST_REMARKS, _MOST_METRICS, _MOST_WARNINGS, _LONGEST_NAME, _LONGEST_WARNING = 20, 100, 200, 80, 2000
 _MOST_STEPS, _LEAST_RATE = 1e15, 1e-6  # beyond these, minutes would be infinite
+_LARGEST_PLAN = 1 << 16  # bytes; massl writes about 3,000
 
 
 class _Remarks(list[str]):
@@ -65,6 +67,7 @@ def read_run(folder: str | Path, *, label: str | None = None, strict: bool = Fal
         raw_pixel_knn=raw_pixel_knn,
         num_queries=num_queries,
         warnings=_read_warnings(path / "warnings.jsonl", remarks),
+        plan=_read_plan(path / "plan.txt", remarks),
     )
     if rows and not run.finished:
         remarks.insert(0, f"in progress or stopped: at step {rows[-1]['step']:,.0f}, epoch {run.progress}")
@@ -236,6 +239,20 @@ def _read_baseline(file: Path, remarks: _Remarks) -> tuple[float | None, int | N
         remarks.append(f"raw_pixel_knn in {file.name} is not a percentage and left out")
         accuracy = None
     return None if accuracy is None else float(accuracy), num_queries if _is_count(num_queries) else None
+
+
+def _read_plan(file: Path, remarks: _Remarks) -> str:
+    """The text; a link could bring any file of the user onto the page."""
+    if file.is_symlink():
+        remarks.append(f"{file.name} is a link and is left out")
+        return ""
+    if not file.exists():
+        return ""
+    try:
+        return read_limited(file, max_bytes=_LARGEST_PLAN).decode(errors="replace").strip()
+    except OSError as error:
+        remarks.append(f"{file.name} cannot be read ({error.strerror}) and is left out")
+        return ""
 
 
 def _read_warnings(file: Path, remarks: _Remarks) -> tuple[TrainingWarning, ...]:

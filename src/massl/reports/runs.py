@@ -54,6 +54,7 @@ class Run:
     warnings: tuple[TrainingWarning, ...] = ()
     raw_pixel_knn: float | None = None  # percent
     num_queries: int | None = None  # images that each k-NN probe classifies; None: not recorded
+    plan: str = ""  # text of plan.txt: what auto chose and why; "" for runs of other recipes
     remarks: tuple[str, ...] = ()  # problems in the files, and whether the run is unfinished
 
     @property

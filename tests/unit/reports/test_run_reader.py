@@ -274,6 +274,18 @@ def test_thousands_of_metrics_and_warnings_are_cut_and_counted(make_run: MakeRun
 # ---- what comparisons need -------------------------------------------------------------------------------------------
 
 
+def test_the_plan_of_auto_is_read_but_not_through_a_link(make_run: MakeRun, tmp_path: Path) -> None:
+    folder = make_run("a")
+    assert read_run(folder).plan == ""
+    (folder / "plan.txt").write_bytes(b"auto chooses \xff\n  trainer.epochs 9: because\n")
+    assert read_run(folder).plan == "auto chooses \ufffd\n  trainer.epochs 9: because"
+    (folder / "plan.txt").rename(tmp_path / "private.txt")
+    (folder / "plan.txt").symlink_to(tmp_path / "private.txt")
+    run = read_run(folder)
+    assert run.plan == ""
+    assert "plan.txt is a link and is left out" in run.remarks
+
+
 def test_a_line_that_is_being_written_is_left_out(make_run: MakeRun, rows: Rows) -> None:
     folder = make_run("a", rows=rows[:3])
     with (folder / "metrics.jsonl").open("a") as file:
@@ -347,7 +359,7 @@ def test_a_recipe_that_lacks_what_is_compared_is_refused(make_run: MakeRun) -> N
 # ---- folders of strangers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["environment.json", "metrics.jsonl", "warnings.jsonl"])
+@pytest.mark.parametrize("name", ["environment.json", "metrics.jsonl", "warnings.jsonl", "plan.txt"])
 def test_a_fifo_blocks_no_reader(make_run: MakeRun, make_fifo: Callable[[Path], Path], name: str) -> None:
     folder = make_run("a")
     (folder / name).unlink(missing_ok=True)
@@ -355,7 +367,7 @@ def test_a_fifo_blocks_no_reader(make_run: MakeRun, make_fifo: Callable[[Path], 
     assert any(name in remark and "not a file" in remark for remark in read_run(folder).remarks)
 
 
-@pytest.mark.parametrize("name", ["environment.json", "metrics.jsonl", "warnings.jsonl", "baseline.json"])
+@pytest.mark.parametrize("name", ["environment.json", "metrics.jsonl", "warnings.jsonl", "baseline.json", "plan.txt"])
 def test_a_file_that_is_too_large_is_left_out_and_named(make_run: MakeRun, name: str) -> None:
     folder = make_run("a")
     with (folder / name).open("wb") as file:

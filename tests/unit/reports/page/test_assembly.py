@@ -232,6 +232,16 @@ def test_commands_are_the_one_that_was_given_and_one_from_the_folder(make_run: M
     assert len(commands_of(run_of(make_run("c")))) == 1
 
 
+def test_what_auto_chose_is_shown_folded_and_escaped_where_a_run_has_it(make_run: MakeRun) -> None:
+    folder = make_run("a")
+    heading = "<summary>How the settings were chosen</summary>"
+    assert heading not in reproduction_section([run_of(folder)], {}, command="").html
+    (folder / "plan.txt").write_text("auto chooses for <script>alert(1)</script> & you\n  trainer.epochs 9: because\n")
+    html = reproduction_section([run_of(folder)], {}, command="").html
+    assert f'<details class="plan">\n{heading}' in html
+    assert "auto chooses for &lt;script&gt;alert(1)&lt;/script&gt; &amp; you\n  trainer.epochs 9: because" in html
+
+
 def test_changes_are_values_that_differ_and_keys_of_one_recipe_alone() -> None:
     changes = changes_between({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 5, "d": 4})
     assert changes == {"b": (2, 5), "c": (3, None), "d": (None, 4)}

@@ -34,6 +34,7 @@ def reproduction_section(runs: Sequence[Run], packaged: Mapping[str, PackagedRec
             "facts": _facts(run),
             "commands": commands_of(run),
             "recipe": run.recipe,
+            "plan": run.plan,
             "packaged": packaged.get(run.label),
             "differences": _differences(packaged.get(run.label)),
         }
