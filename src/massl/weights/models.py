@@ -33,6 +33,7 @@ from massl.weights.io import (
     own_image_size,
     read_pickled,
     read_safetensors,
+    trained_size,
 )
 from massl.weights.key_maps import backbone_of
 
@@ -147,7 +148,7 @@ def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int
         own = _num_heads(backbone.model)
         raise WeightsError(f"{path} was written by massl with {own} attention heads, not {num_heads}; omit num_heads")
     load_strictly(backbone.model, content.tensors, origin=str(path))
-    size = content.image_size or own_image_size(backbone.model)
+    size = trained_size(backbone.model, content, path)
     describe_images(backbone.model, content, image_size=size)
     origin = f"teacher of {path}" if path.is_dir() else f"backbone {path}"
     if content.origin is not None:
@@ -182,8 +183,10 @@ def _open_foreign(
     if "MoCo-v3" in found.part and network.timm_arguments.get("embed_dim") == 384 and num_heads is None:
         origin += "; MoCo-v3's ViT-S has 12 heads where others have 6"
     config: Any = timm.get_pretrained_cfg(timm_name) if timm_name and tag else None
-    mean, std = (tuple(config.mean), tuple(config.std)) if config else (_IMAGENET_MEAN, _IMAGENET_STD)
-    model = _loaded(backbone, name=name, origin=origin, mean=file.mean or mean, std=file.std or std)
+    mean, std = file.mean or _IMAGENET_MEAN, file.std or _IMAGENET_STD
+    if config:
+        mean, std = tuple(config.mean), tuple(config.std)
+    model = _loaded(backbone, name=name, origin=origin, mean=mean, std=std)
     return replace(model, crop_ratio=file.crop_ratio or model.crop_ratio)
 
 
