@@ -1,6 +1,7 @@
 """The trial on tiny recipes: it measures, and forecasts follow from what it measured."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.timing import cached_share, steady_speed
 from massl.config import RecipeError
+from massl.data.loading import image_reader
 from massl.data.sources import open_source
 from massl.planning import trial
 from massl.planning.costs import Memory, Speed
@@ -47,25 +49,28 @@ def recipe(**data: Any) -> PretrainRecipe:
 
 
 def test_first_and_later_passes_are_measured_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding is made slow: only the first pass decodes if the images are cached."""
-    from massl.data.loading import image_reader
+    """Decoding takes long by a clock of its own: only the first pass decodes if the images are cached."""
+    decode, seconds = image_reader.decode, 0.0
 
-    decode = image_reader.decode
+    def passes(more: float) -> float:
+        nonlocal seconds
+        seconds += more
+        return seconds
 
     def slowly(*given: Any, **options: Any) -> Any:
-        import time
-
-        time.sleep(0.02)
+        passes(0.02)
         return decode(*given, **options)
 
     monkeypatch.setattr(image_reader, "decode", slowly)
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: passes(0.001)))
     source = open_source(folder)
-    cached = measure_speed(recipe(cache_gib=1.0), source, torch.device("cpu"), cached_share=1.0)
-    assert cached.first_pass > 1.5 * cached.later
+    cached = measure_speed(recipe(cache_gib=1.0, num_workers=0), source, torch.device("cpu"), cached_share=1.0)
+    assert cached.first_pass == pytest.approx(16 * 0.02 / 24, rel=0.02)  # the clock starts after the first batch of 8
+    assert cached.later < 0.001
     assert cached.num_probed == 24
     assert cached.probe > 0
-    uncached = measure_speed(recipe(), source, torch.device("cpu"), cached_share=0.0)
-    assert uncached.first_pass == uncached.later > 0
+    uncached = measure_speed(recipe(num_workers=0), source, torch.device("cpu"), cached_share=0.0)
+    assert uncached.first_pass == uncached.later > 0.01
 
 
 def test_the_cached_share_is_that_of_the_images_that_fit(folder: Path) -> None:
