@@ -27,6 +27,7 @@ _MAX_HEADER = 100 << 20  # as safetensors allows
 _ZIP_BEGIN = b"PK\3\4"
 _ZIP_END, _ZIP_END_SIZE = b"PK\5\6", 22  # the record at the end of a zip file, and its size without a comment
 _ZIP64_SIZE = 56 + 20  # of the two records before it in a zip64 file, which torch.save writes
+_MAX_ENTRIES = 20_000  # of a zip file: a tensor each; torch.load needs minutes for ten times as many
 _DOS_DIRECTORY = 0x10  # attribute of a zip entry, for which torch.load leaves the memory of a tensor as it was
 
 ReadAt = Callable[[int, int], bytes | bytearray]  # (first byte, number of bytes)
@@ -107,6 +108,8 @@ def _refuse_packed(path: Path) -> None:
     _refuse_second_directory(path)
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
+    if len(entries) > _MAX_ENTRIES:
+        raise DamagedFile(f"its {len(entries):,} entries are more than the {_MAX_ENTRIES:,} allowed")
     is_packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
     if len({entry.filename for entry in entries}) < len(entries):
         raise DamagedFile("two of its entries have one name, which torch.save never does")

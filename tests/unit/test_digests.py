@@ -202,3 +202,12 @@ def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
         archive.writestr(archive.namelist()[-1], b"other")
     with pytest.raises(DamagedFile, match="one name"):
         check_zip(path)
+
+
+def test_an_archive_of_countless_entries_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "many.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for number in range(20_001):
+            archive.writestr(f"a/{number}", b"")
+    with pytest.raises(DamagedFile, match="20,001 entries"):
+        check_zip(path)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from massl.commands.arguments import exit_status, parse
 from massl.commands.console import message_console, print_line
-from massl.config import Settings
+from massl.config import MasslError, Settings
 
 DESCRIPTION = """Pre-train on bundled images, evaluate the features and show both on one HTML page. It needs no GPU.
 
@@ -40,6 +40,8 @@ def run_demo(settings: DemoSettings) -> int:
 
     run, train, test = Path(settings.output).expanduser(), "demo:train", "demo:test"
     results, page = run / RESULTS_FOLDER, run / PAGE_FILE
+    if results.is_symlink():  # of a stranger's folder: it could lead to results of the user
+        raise MasslError(f"{results} is a link, through which massl does not write; choose another --output")
     stop = {} if settings.steps is None else {"trainer.max_steps": settings.steps}
     stop_words = [word for key, value in stop.items() for word in (f"--{key}", str(value))]
     _announce("pretrain", "--recipe", "demo", *stop_words, "--output", run)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal, get_args
 
 import tyro
@@ -142,7 +143,9 @@ def _job(settings: ExportSettings) -> ExportJob:
     if not path.exists():
         raise ExportError(f"{path} does not exist; give the folder of a massl run, or a backbone file that massl wrote")
     if backbone_path(path, which=settings.which).suffix != ".safetensors":
-        raise WeightsError(f"{path} was not written by massl; make a backbone of it first: massl import {path}")
+        raise WeightsError(
+            f"{path} was not written by massl; make a backbone of it first: massl import {quote(str(path))}"
+        )
     model = open_model(path, which=settings.which)
     return ExportJob(model=model, size=chosen_size(model, settings.image_size))
 

@@ -106,6 +106,7 @@ def write_patches(folder: PatchFolder, console: Console) -> None:
     """Write the files that are missing or damaged, then the index."""
     extractor = folder.extractor
     left_out = _whole_files(folder)
+    _require_few(folder, left_out)
     missing = [number for number in range(len(folder.ranges)) if number not in left_out]
     if left_out and missing:
         print_line(console, f"{folder.path}: {len(left_out)} of {len(folder.ranges)} files are whole; it continues")
@@ -142,7 +143,7 @@ def _whole_files(folder: PatchFolder) -> dict[int, LeftOut]:
             path, images = folder.file(number), folder.ranges[number]
             if path.exists() or path.is_symlink():
                 try:
-                    numbers = whole_shard(path, shape=folder.shape, num_images=len(images), about=folder.about(number))
+                    numbers = whole_shard(path, shape=folder.shape, images=images, about=folder.about(number))
                     found[number] = dict.fromkeys(numbers, "it could not be read before")
                 except DamagedFile as error:
                     folder.extractor.say(f"{path}: {error}; it is computed again")

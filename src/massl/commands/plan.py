@@ -84,7 +84,7 @@ def plan(
     words += [] if recipe is None or isinstance(recipe, PretrainRecipe) else ["--recipe", str(recipe)]
     words += [word for key, value in changes.items() for word in (f"--{key}", str(value))]
     found = resolve(recipe, data=data, overrides=changes, minutes=minutes, quiet=True)
-    return _cost(found, Path(output or default_output(data)), words)
+    return _cost(found, Path(output or default_output(data)), words, may_download=True)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -93,17 +93,19 @@ def main(arguments: Sequence[str]) -> int:
         raise RecipeError("which images? massl plan photos/")
     found = resolve(call.recipe, data=call.data, overrides=call.overrides, minutes=call.minutes, quiet=True)
     words = _without(arguments, "--minutes", "--output")
-    planned = _cost(found, Path(call.output or default_output(found.recipe.data.source)), words)
+    output = Path(call.output or default_output(found.recipe.data.source))
+    planned = _cost(found, output, words, may_download=call.data is not None)
     screen = result_console()
     for line in plan_lines(planned):
         print_line(screen, line)
     return 1 if planned.problem else 0
 
 
-def _cost(found: Resolved, output: Path, words: Sequence[str]) -> RunPlan:
+def _cost(found: Resolved, output: Path, words: Sequence[str], *, may_download: bool) -> RunPlan:
+    """`may_download`: the user named the images, not a recipe."""
     recipe, console = found.recipe, message_console()
     device = choose_device(recipe.trainer.device, option="trainer.device")
-    source = open_images(recipe.data.source, rules=recipe.data.rules(), may_download=True)
+    source = open_images(recipe.data.source, rules=recipe.data.rules(), may_download=may_download)
     if recipe.data.hold_out > 0:
         source = held_out(source, recipe.data.hold_out)[0]
     facts = found.images or look_at_images(source)

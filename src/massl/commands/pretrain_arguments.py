@@ -165,7 +165,7 @@ def default_output(data: str | Path | None) -> Path:
     scheme, _, location = str(data).partition(":")
     place = str(data) if not location or "/" in scheme else location.partition("?")[0]
     name = Path(place).expanduser().resolve().name if place == str(data) or scheme == "folder" else place
-    return Path("runs") / (re.sub(r"[^\w.-]+", "-", name.removesuffix(".npz")).strip("-.") or "images")
+    return Path("runs") / (re.sub(r"[^\w.-]+", "-", name.removesuffix(".npz")).strip("-.")[:100] or "images")
 
 
 def recipe_of_run(*runs: str | Path | None, data: str | Path | None = None) -> Path:

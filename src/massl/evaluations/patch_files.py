@@ -55,8 +55,8 @@ def _header(num_rows: int, shape: Shape, about: Mapping[str, str], left_out: lis
     return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def whole_shard(path: Path, *, shape: Shape, num_images: int, about: Mapping[str, str]) -> list[int]:
-    """The numbers of the images that are left out of a file, whose content is checked.
+def whole_shard(path: Path, *, shape: Shape, images: range, about: Mapping[str, str]) -> list[int]:
+    """The numbers of the images that are left out of a file, whose content is checked; `images` are all of its range.
 
     Raises DamagedFile if it must be computed again, EvaluationError if it is no file of this command.
     """
@@ -66,6 +66,8 @@ def whole_shard(path: Path, *, shape: Shape, num_images: int, about: Mapping[str
         with path.open("rb") as start:
             if int.from_bytes(start.read(8), "little") > _MAX_HEADER:
                 raise DamagedFile("its header is too large")
+        if path.stat().st_size > 8 + _MAX_HEADER + 2 * len(images) * math.prod(shape):
+            raise DamagedFile("it is longer than its images need")
         is_sealed = check_digest(path)
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -79,7 +81,10 @@ def whole_shard(path: Path, *, shape: Shape, num_images: int, about: Mapping[str
         if metadata.get(name) != wanted:
             other = f"{name.replace('_', ' ')} {metadata.get(name, 'unknown')!r}, not {wanted!r}"
             raise EvaluationError(f"{path} was made with {other}; move its folder away or choose another --output")
-    left_out = [int(number) for number in metadata.get("left_out", "").split() if number.isdecimal()]
-    if (found_shape, dtype) != ([num_images - len(set(left_out)), *shape], "F16"):
+    own, named = {str(number): number for number in images}, metadata.get("left_out", "").split()
+    if not own.keys() >= set(named) or len(set(named)) < len(named):
+        raise DamagedFile("it names other images than its own as left out")
+    left_out = [own[number] for number in named]
+    if (found_shape, dtype) != ([len(images) - len(left_out), *shape], "F16"):
         raise DamagedFile(f"it holds {found_shape} values of {dtype}")
     return left_out

@@ -18,6 +18,7 @@ from massl.reports.runs import PROBE_METRICS, Run
 
 _LONGEST = 200  # characters of a value
 _MOST_VALUES = 400  # of a recipe
+_MOST_RESULTS = 500
 _SHOWN = (
     *("method.name", "init.weights", "data.source"),
     *("trainer.epochs", "trainer.batch_size", "trainer.precision", "trainer.seed"),
@@ -30,8 +31,8 @@ def escaped(text: str) -> str:
     """Text for a line of Markdown: one line, and no sign of it is markup."""
     plain = " ".join("".join(sign if sign.isprintable() else " " for sign in text).split())
     plain = plain if len(plain) <= _LONGEST else f"{plain[:_LONGEST]} ..."
-    # a bare address would become a link
-    return _MARKUP.sub(r"\\\1", plain).replace("://", "&#58;//").replace("www.", "www&#46;")
+    # a bare address, also one of e-mail, would become a link
+    return _MARKUP.sub(r"\\\1", plain).replace("://", "&#58;//").replace("www.", "www&#46;").replace("@", "&#64;")
 
 
 def without_folders(text: str) -> str:
@@ -154,9 +155,11 @@ def _scores(
     if results:
         lines = [
             (row.protocol, without_folders(row.data), str(row.setting), row.metric, f"{row.value:.2f}", row.num_samples)
-            for row in results
+            for row in results[:_MOST_RESULTS]
         ]
         parts.append(_table(lines, heading=("protocol", "data", "setting", "metric", "value", "images")))
+        if len(results) > _MOST_RESULTS:
+            parts.append(f"{len(results) - _MOST_RESULTS:,} more results are left out.")
     if run is not None and probe:
         values = [(name.replace("_", " "), f"{probe[name]:.2f}") for name in PROBE_METRICS if name in probe]
         raw = [] if run.raw_pixel_knn is None else [("k-NN of the raw pixels", f"{run.raw_pixel_knn:.2f}")]

@@ -24,6 +24,7 @@ from massl.weights.models import LoadedModel
 Features = Callable[[Tensor], Tensor]  # [B, 3, H, W] -> [B, D]
 _NOT_OF_TIMM = ("model_name", "num_classes", "stem", "pretrained", "position_resampling")
 _NUM_CHECKED = 4  # images of the check
+_MAX_RESIZED = 2**16  # pixels of a side before the centre crop
 
 
 class ExportError(MasslError, ValueError):
@@ -157,6 +158,11 @@ class ExportJob:
 
 def chosen_size(model: LoadedModel, image_size: str) -> tuple[int, int]:
     """Height and width from "96" or "96x160"; the training size if nothing is given."""
+    if model.image_size > _MAX_RESIZED * model.crop_ratio:
+        raise ExportError(
+            f"{model.name} has the crop ratio {model.crop_ratio:g}: libraries would enlarge images to more than "
+            f"{_MAX_RESIZED:,} px before they crop; such a model cannot be exported"
+        )
     if not image_size:
         return model.image_size, model.image_size
     parts = image_size.lower().split("x")

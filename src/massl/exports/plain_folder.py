@@ -5,7 +5,7 @@ from pathlib import Path
 import timm
 from safetensors.torch import load_file
 
-from massl.exports.job import ExportJob, Written, check_features, write_json
+from massl.exports.job import ExportJob, Written, check_features, opening, write_json
 from massl.weights.io import BACKBONE_FILE, backbone_bytes
 
 _SNIPPET = """import safetensors.torch
@@ -37,8 +37,9 @@ def write_safetensors(job: ExportJob, folder: Path) -> Written:
         snippet = 'import massl\n\nmodel, transform = massl.load_backbone("{folder}/backbone.safetensors")'
         return Written(library="massl", snippet=snippet, sizes=text, difference=0.0)
     options = job.timm_options()
-    opened = timm.create_model(job.architecture, **options).eval()
-    opened.load_state_dict(load_file(folder / BACKBONE_FILE))
+    with opening("timm"):
+        opened = timm.create_model(job.architecture, **options).eval()
+        opened.load_state_dict(load_file(folder / BACKBONE_FILE))
     own = _own_size(job)
     difference = check_features(job, opened, [own], tolerance=1e-5)
     snippet = _SNIPPET.replace("{architecture}", job.architecture).replace("{options}", repr(options))

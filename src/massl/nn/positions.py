@@ -17,6 +17,7 @@ FirstAxis = Literal["rows", "columns"]
 ResamplingRule = Literal["dino", "timm"]
 RESAMPLING_RULES: tuple[ResamplingRule, ...] = get_args(ResamplingRule)
 RESAMPLING_RULE: ResamplingRule = "dino"
+_MAX_WEIGHTS = 2**29  # of a resampling: 2 GiB; from 128 x 128 to 181 x 181
 
 
 def resampling_rule(model: nn.Module) -> ResamplingRule:
@@ -34,6 +35,11 @@ def _resampling_matrix(rule: ResamplingRule, old_side: int, new_height: int, new
     96 px. Resampling the identity gives the matrix. A matrix product is deterministic on the GPU, unlike the backward
     pass of interpolate.
     """
+    if old_side**2 * max(old_side**2, new_height * new_width) > _MAX_WEIGHTS:
+        grids = f"{old_side} x {old_side} to {new_height} x {new_width} patches"
+        raise RecipeError(
+            f"resampling position embeddings from {grids} needs too much memory; choose another image size"
+        )
     # float32 like the authors: float64 coordinates would differ from their result by 4e-6 instead of 7e-7
     with torch.inference_mode(False):
         identity = torch.eye(old_side * old_side).reshape(old_side * old_side, 1, old_side, old_side)

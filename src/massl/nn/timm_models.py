@@ -51,7 +51,7 @@ class _Number:
     high: float
 
     def admits(self, value: Any) -> bool:
-        return type(value) in (int, float) and math.isfinite(value) and self.low <= value <= self.high
+        return type(value) in (int, float) and self.low <= value <= self.high  # false for NaN
 
     def __str__(self) -> str:
         return f"a number from {self.low:g} to {self.high:g}"

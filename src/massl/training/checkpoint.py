@@ -100,18 +100,23 @@ def _lacking(state: Any, like: Any, name: str = "") -> str:
 
 
 def fits(value: Any, like: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == like.shape and value.dtype == like.dtype
+    is_plain = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+    return is_plain and value.shape == like.shape and value.dtype == like.dtype
 
 
 def _lacking_if_kept(state: dict[str, Any]) -> str:
     """Entries that only some checkpoints have: the first with values of another type; "" if there is none."""
     row, steps = state.get("unprobed"), state.get("skipped_steps", [])
-    is_row = isinstance(row, dict) and "step" in row and all(isinstance(value, int | float) for value in row.values())
+    is_row = isinstance(row, dict) and "step" in row and all(map(_is_number, row.values()))
     if row is not None and not is_row:
         return "a row of metrics in its entry unprobed"
     if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
         return "a list of steps in its entry skipped_steps"
     return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)  # larger ones are no float
 
 
 def _with_own_objects(value: Any) -> Any:

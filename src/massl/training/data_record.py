@@ -92,7 +92,7 @@ class DataRecord:
                 return needed
             PixelRanges.from_json(recorded)  # raises if it is no such record
             return {**needed, "pixel_ranges": recorded}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ChangedData(
                 f"{self.folder / _FILE} cannot be read ({error!r}), so it is not known which images this run was "
                 "trained on; delete the file if they have not changed"

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ def _keep_rows(path: Path, *, up_to: int | None, warn: Callable[[str], None]) ->
         elif line.row is not None and line.row["step"] <= limit:
             kept.append(line.content)
             last_kept = line.number
-            probed += [line.row] if "effective_rank" in line.row else []
+            numbers = {name: value for name, value in line.row.items() if _is_number(value)}
+            probed += [numbers] if "effective_rank" in numbers else []
         elif line.row is not None:
             later.append((line.number, line.content, line.row["step"]))
     damaged += [
@@ -120,9 +122,12 @@ def _problem(line: JsonLine) -> str:
     if line.row is None:
         return line.problem if line.is_ended else "is half written"
     step = line.row.get("step")
-    if not isinstance(step, int | float) or isinstance(step, bool) or not abs(step) < math.inf:
-        return "has no step"
-    return ""
+    return "" if _is_number(step) else "has no step"
+
+
+def _is_number(value: Any) -> bool:
+    """Finite and no larger than what a float holds; a stranger's JSON has anything."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _line(row: Mapping[str, float | str]) -> bytes:

@@ -96,7 +96,7 @@ def load_backbone(
     dynamic = {"dynamic_img_size": True} if "pos_embed" in content.tensors else {}
     model = described_model({**arguments, **dynamic}, origin=str(path), num_bytes=content.num_bytes)
     load_strictly(model, content.tensors, origin=str(path))
-    size = image_size or content.image_size or own_image_size(model)
+    size = image_size or trained_size(model, content, path)
     if image_size is not None and isinstance(model, VisionTransformer):
         whole_patches(image_size, int(model.patch_embed.patch_size[0]), option="image_size")
         model = for_one_size(model, arguments, image_size)
@@ -117,6 +117,17 @@ def describe_images(model: nn.Module, content: BackboneContent, *, image_size: i
         std=content.std,
         interpolation="bicubic",
     )
+
+
+def trained_size(model: nn.Module, content: BackboneContent, path: Path) -> int:
+    """Side of the training images: as the file says, else what the model was built for."""
+    size = content.image_size or own_image_size(model)
+    if isinstance(model, VisionTransformer | Eva) and size < model.patch_embed.patch_size[0]:
+        patch = model.patch_embed.patch_size[0]
+        raise WeightsError(
+            f"the metadata of {path} are damaged: image_size {size} is less than its patch of {patch} px"
+        )
+    return size
 
 
 def own_image_size(model: nn.Module) -> int:

@@ -12,6 +12,7 @@ from massl.digests import DIGEST_TO_COME, check_digest, seal_safetensors, seal_s
 from massl.files import make_folder, replacing
 
 _MAX_HEADER = 16 << 20  # bytes: names and shapes of more than 100,000 tensors
+_MAX_TENSORS = 20_000  # of a file; safetensors needs minutes for ten times as many
 
 
 def tensor_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
@@ -39,4 +40,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     check_digest(path)  # files of other projects and older versions have none
     with safe_open(path, framework="pt") as file:  # from the page cache: the disk was read just now
         metadata: dict[str, str] = file.metadata() or {}
-        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
+        names = list(file.keys())
+        if len(names) > _MAX_TENSORS:
+            raise OSError(errno.EFBIG, f"it is no weights file: {len(names):,} tensors are more than {_MAX_TENSORS:,}")
+        return {name: file.get_tensor(name) for name in names}, metadata

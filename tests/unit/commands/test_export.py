@@ -21,12 +21,13 @@ def backbone_file(tmp_path: Path) -> Path:
     return write(tmp_path / "b.safetensors", "vit_tiny_patch16_224", {"embed_dim": 48, "depth": 2, "num_heads": 3})
 
 
-def write(path: Path, name: str, options: dict[str, Any], **settings: Any) -> Path:
+def write(path: Path, name: str, options: dict[str, Any], *, crop_ratio: float = 0.875, **settings: Any) -> Path:
     is_vit = name.startswith("vit")
     chosen = BackboneSettings(name=name, timm_options=options, image_size=32 if is_vit else None, **settings)
     model = build_backbone(chosen, seed=0).model
     facts = {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2), "image_size": 32}
-    path.write_bytes(backbone_bytes(model, timm_arguments=chosen.timm_arguments(), **facts))
+    content = backbone_bytes(model, timm_arguments=chosen.timm_arguments(), crop_ratio=crop_ratio, **facts)
+    path.write_bytes(content)
     return path
 
 
@@ -123,9 +124,9 @@ def test_missing_packages_are_named(
 
 
 def test_foreign_weights_are_refused(tmp_path: Path) -> None:
-    torch.save({"x": torch.zeros(1)}, tmp_path / "w.pth")
-    with pytest.raises(MasslError, match="massl import"):
-        massl.export(tmp_path / "w.pth", to="timm", output=tmp_path / "out")
+    torch.save({"x": torch.zeros(1)}, tmp_path / "a; b.pth")
+    with pytest.raises(MasslError, match=r"massl import '.*a; b\.pth'"):
+        massl.export(tmp_path / "a; b.pth", to="timm", output=tmp_path / "out")
     with pytest.raises(MasslError, match="does not exist"):
         massl.export("vit_tiny_patch16_224", to="timm", output=tmp_path / "out")
 
@@ -140,6 +141,21 @@ def test_what_the_library_itself_cannot_open_is_refused(tmp_path: Path) -> None:
         massl.export(file, to="torchhub", output=tmp_path / "out", image_size=64)
     massl.export(file, to="torchhub", output=tmp_path / "out", image_size=56)
     assert (tmp_path / "out" / "hubconf.py").is_file()
+
+
+@pytest.mark.parametrize("to", ["timm", "torchhub", "safetensors"])
+def test_a_network_with_a_classifier_is_refused(to: Any, tmp_path: Path) -> None:
+    options = {"embed_dim": 48, "depth": 1, "num_heads": 3, "num_classes": 10}
+    file = write(tmp_path / "b.safetensors", "vit_tiny_patch16_224", options)
+    with pytest.raises(ExportError, match="does not open this model"):
+        massl.export(file, to=to, output=tmp_path / "out")
+
+
+def test_images_are_not_enlarged_without_bound(tmp_path: Path) -> None:
+    options = {"embed_dim": 48, "depth": 1, "num_heads": 3}
+    file = write(tmp_path / "b.safetensors", "vit_tiny_patch16_224", options, crop_ratio=1e-9)
+    with pytest.raises(ExportError, match="crop ratio 1e-09"):
+        massl.export(file, to="timm", output=tmp_path / "out")
 
 
 # ---- the Hub ---------------------------------------------------------------------------------------------------------

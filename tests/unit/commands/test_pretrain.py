@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from PIL import Image
 
 import massl
+from massl.commands import plan
 from massl.commands import pretrain as command
 from massl.commands.ablate import command as ablate
 from massl.config import MasslError
@@ -165,11 +167,19 @@ def test_only_images_named_by_the_user_are_downloaded(
     uri, output = "torchvision:MNIST?root=mnist&download=true", str(tmp_path / "run")
     other = tmp_path / "strange.yaml"
     other.write_text(json.dumps({"base": str(recipe), "data": {"source": uri}}))
+    (tmp_path / "of_a_stranger").mkdir()
+    shutil.copy(other, tmp_path / "of_a_stranger" / "recipe.yaml")
     with pytest.raises(DataError, match="not followed"):
         massl.pretrain(recipe=other, output=output)
     with pytest.raises(DataError, match="not followed"):
         command.main(["--recipe", str(other), "--output", output])
-    assert asked == [False, False]
+    for named in (["--recipe", str(other)], ["--init", str(tmp_path / "of_a_stranger")]):
+        with pytest.raises(DataError, match="not followed"):
+            plan.main(named)
+    assert asked == [False, False, False, False]
+    asked.clear()
+    with pytest.raises(DataError):
+        plan.main([uri, "--recipe", str(recipe)])
     with pytest.raises(DataError):
         massl.pretrain(recipe=recipe, data=uri, output=output)
     with pytest.raises(DataError):
@@ -177,11 +187,11 @@ def test_only_images_named_by_the_user_are_downloaded(
     for option in ("--data", "--data.source"):
         with pytest.raises(DataError):
             command.main(["--recipe", str(recipe), option, uri, "--output", output])
-    assert asked == [False, False, True, True, True, True]
+    assert asked == [True] * 5
     images = ["--recipe", str(recipe), "--data", "demo:train"]
     for option in ("--probes.database", "--probes.queries"):
         with pytest.raises(DataError):
             command.main([*images, option, uri, "--output", output])
     with pytest.raises(DataError):
         ablate.main(["block-size", *images, "--train", uri, "--test", uri, "--output", output])
-    assert asked[6:] == [True, True, True]
+    assert asked[5:] == [True, True, True]

@@ -31,7 +31,7 @@ def shard(tmp_path: Path) -> Path:
 
 
 def check(path: Path, **changes: str) -> list[int]:
-    return whole_shard(path, shape=SHAPE, num_images=7, about={**ABOUT, **changes})
+    return whole_shard(path, shape=SHAPE, images=range(7), about={**ABOUT, **changes})
 
 
 def test_safetensors_reads_what_was_written_batch_by_batch(shard: Path) -> None:
@@ -52,7 +52,8 @@ def test_a_header_may_name_every_image_as_left_out(tmp_path: Path) -> None:
     path = tmp_path / "patches-00000.safetensors"
     batches = [(torch.empty(0, *SHAPE).half(), numbers)]
     write_shard(path, batches, shape=SHAPE, num_images=3000, about={"data": "犬" * 100})
-    assert whole_shard(path, shape=SHAPE, num_images=3000, about={"data": "犬" * 100}) == numbers
+    images = range(10**9, 10**9 + 3000)
+    assert whole_shard(path, shape=SHAPE, images=images, about={"data": "犬" * 100}) == numbers
 
 
 @pytest.mark.parametrize("place", [20, 200, 4096, 4100, -1])
@@ -83,7 +84,7 @@ def test_sealed_files_of_odd_content_are_computed_again(shard: Path) -> None:
         metadata = {**ABOUT, "left_out": left_out, **DIGEST_TO_COME}
         safetensors.numpy.save_file({"patches": np.zeros(shape, dtype=np.float16)}, shard, metadata)
         seal_safetensors_file(shard)
-        with pytest.raises(DamagedFile, match="it holds"):
+        with pytest.raises(DamagedFile, match=r"it holds|other images"):
             check(shard)
 
 
@@ -116,3 +117,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(EvaluationError, match=r"cannot write .*choose another --output"):
         write_shard(tmp_path / "file" / "a.safetensors", [(rows(1), [])], shape=SHAPE, num_images=1, about={})
+
+
+@pytest.mark.parametrize("numbers", ["7", "1 1", "9" * 5000, "-1", "x"])
+def test_a_file_that_leaves_out_other_images_than_its_own_is_computed_again(tmp_path: Path, numbers: str) -> None:
+    path = tmp_path / "patches-00000.safetensors"
+    left_out = numbers.split()
+    about = {**ABOUT, "left_out": numbers, **DIGEST_TO_COME}
+    safetensors.numpy.save_file({"patches": rows(7 - len(left_out)).numpy()}, path, about)
+    seal_safetensors_file(path)
+    with pytest.raises(DamagedFile, match="other images than its own"):
+        check(path)
+
+
+def test_a_file_without_end_is_not_hashed(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.truncate(shard, 1 << 40)
+    monkeypatch.setattr("massl.evaluations.patch_files.check_digest", lambda path: pytest.fail("hashed"))
+    with pytest.raises(DamagedFile, match="longer than its images need"):
+        check(shard)

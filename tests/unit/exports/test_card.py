@@ -33,12 +33,13 @@ def test_folders_are_left_out(given: str, shown: str) -> None:
 
 
 def test_names_are_no_markup() -> None:
-    text = escaped("a|b <img src=x> [link](http://evil) `code` **bold**\n# heading\x1b[31m www.evil")
+    text = escaped("a|b <img src=x> [link](http://evil) `code` **bold**\n# heading\x1b[31m www.evil me@evil.org")
     assert "\n" not in text
     assert "\x1b" not in text
     assert not re.search(r"(?<![\\&])[|<>\[\]`*#]", text)
     assert "http://" not in text
     assert "www." not in text
+    assert "@" not in text
 
 
 def test_the_card_tells_recipe_data_and_scores_of_these_weights_only(tiny_run: Path, tmp_path: Path) -> None:

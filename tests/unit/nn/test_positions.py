@@ -5,6 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from massl.config import RecipeError
 from massl.nn.positions import FirstAxis, resample_positions, sine_cosine_positions
 
 GOLDEN = load_file(Path(__file__).parents[2] / "golden" / "position.safetensors")
@@ -70,3 +71,10 @@ def test_fixed_positions_are_sines_and_cosines_of_row_and_column(
 def test_dimensions_that_two_axes_cannot_share_are_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 4"):
         sine_cosine_positions(10, (2, 2), first_axis="rows")
+
+
+@pytest.mark.parametrize(("old", "new"), [(256, 8), (2, 8192)])
+def test_resampling_that_would_fill_the_memory_is_refused(old: int, new: int) -> None:
+    """A file of one megabyte can hold positions of 256 x 256 patches."""
+    with pytest.raises(RecipeError, match="too much memory"):
+        resample_positions(torch.zeros(1, old * old, 4), 2 * new, 4 * new)

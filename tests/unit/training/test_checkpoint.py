@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from massl.files import replacing, write_atomically
-from massl.training.checkpoint import CheckpointError, CheckpointStore, load_checkpoint
+from massl.training.checkpoint import CheckpointError, CheckpointStore, fits, load_checkpoint
 
 
 def state(step: int) -> dict[str, Any]:
@@ -331,7 +331,14 @@ def test_a_folder_with_the_name_of_an_old_checkpoint_is_left_alone(tmp_path: Pat
     assert store.path(10).is_dir()
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(1000, dtype=torch.bool), torch.zeros(1000, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(1000, dtype=torch.bool),
+        torch.zeros(1000, dtype=torch.float64),
+        torch.zeros(1000, device="meta"),
+    ],
+)
 def test_a_tensor_of_another_type_is_lacking(tmp_path: Path, wrong: torch.Tensor) -> None:
     store = store_with(tmp_path, 10)
     store.save(20, {**state(20), "method": {"weight": wrong}}, milestone_every=0)
@@ -344,7 +351,14 @@ def test_a_tensor_of_another_type_is_lacking(tmp_path: Path, wrong: torch.Tensor
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"unprobed": "x"}, {"unprobed": {"step": "1"}}, {"unprobed": {}}, {"skipped_steps": 5}, {"skipped_steps": ["x"]}],
+    [
+        {"unprobed": "x"},
+        {"unprobed": {"step": "1"}},
+        {"unprobed": {"step": 1, "loss": 10**400}},
+        {"unprobed": {}},
+        {"skipped_steps": 5},
+        {"skipped_steps": ["x"]},
+    ],
 )
 def test_entries_that_only_some_checkpoints_have_are_checked_too(tmp_path: Path, wrong: dict[str, Any]) -> None:
     store = store_with(tmp_path, 10)
@@ -372,3 +386,8 @@ def test_only_an_error_of_the_disk_asks_whether_it_is_full(tmp_path: Path, monke
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match="Is the disk full"):
         store_with(tmp_path, 1)
+
+
+def test_a_sparse_tensor_is_no_plain_one() -> None:
+    assert fits(torch.ones(3), torch.zeros(3))
+    assert not fits(torch.ones(3).to_sparse(), torch.zeros(3))

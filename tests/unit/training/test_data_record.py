@@ -123,7 +123,14 @@ RECORD = {"digest": "d", "num_images": 3, "source": "photos", "as_before": False
         "[" * 9999,
         *(
             json.dumps({**RECORD, **wrong})
-            for wrong in ({"changes": [1, 2]}, {"changes": 5}, {"changes": [{}]}, {"num_images": "x"}, {"source": None})
+            for wrong in (
+                {"changes": [1, 2]},
+                {"changes": 5},
+                {"changes": [{}]},
+                {"num_images": "x"},
+                {"source": None},
+                {"pixel_ranges": {"stated": [0, 10**400]}},
+            )
         ),
     ],
 )

@@ -229,3 +229,12 @@ def test_a_file_of_countless_other_lines_stays_as_it_is(tmp_path: Path) -> None:
         pass
     assert (tmp_path / "metrics.jsonl").read_bytes() == content
     assert not rejected_file(tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("value", ['"x"', "[1]", "null", "true", "NaN", "1" + "0" * 400])
+def test_probes_of_a_continued_run_are_numbers(tmp_path: Path, value: str) -> None:
+    line = f'{{"step": 5, "effective_rank": 2.0, "other_view_top1": {value}, "flat_probes": {value}}}\n'
+    (tmp_path / "metrics.jsonl").write_text(line)
+    with log(tmp_path, resume_step=5) as opened:
+        assert opened.probed == [{"step": 5, "effective_rank": 2.0}]
+    assert (tmp_path / "metrics.jsonl").read_text() == line

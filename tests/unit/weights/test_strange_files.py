@@ -77,6 +77,7 @@ def hostile_options(folder: Path) -> dict[str, dict[str, Any]]:
         "timm has no model": {"model_name": f"local-dir:{folder}"},
         "vit_tiny_patch16_224": {"model_name": "vit_tiny_patch16_224./resnet18"},
         "mlp_ratio": {"mlp_ratio": float("inf")},
+        "attn_ratio": {"attn_ratio": 10**400},
         "embed_layer": {"embed_layer": "builtins.eval"},
         "act_layer": {"act_layer": "os.system"},
     }
@@ -140,8 +141,11 @@ def test_a_published_start_of_an_older_run_is_not_loaded_again(tmp_path: Path) -
         {"std": [float("nan"), 1.0, 1.0]},
         {"image_size": "big"},
         {"image_size": -4},
+        {"image_size": 7},  # less than a patch
         {"image_size": 10**12},
         {"crop_ratio": 0},
+        {"crop_ratio": 10**400},
+        {"mean": [10**400, 0, 0]},
         {"crop_ratio": None},
         {"position_resampling": {"a": 1}},
     ],
@@ -269,3 +273,10 @@ def test_bytes_after_a_compressed_archive_do_not_hide_it(tmp_path: Path, num_byt
         file.write(bytes(num_bytes))
     with pytest.raises(WeightsError, match=r"bomb\.pth"):
         read_pickled(tmp_path / "bomb.pth")
+
+
+def test_a_file_of_countless_tensors_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "many.safetensors"
+    safetensors.torch.save_file({f"t{number}": torch.zeros(0) for number in range(20_001)}, path)
+    with pytest.raises(WeightsError, match="20,001 tensors"):
+        load_backbone(path)
