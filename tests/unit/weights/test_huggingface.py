@@ -96,7 +96,9 @@ def assert_same(loaded: LoadedModel, expected: Tensor, size: tuple[int, int]) ->
         torch.testing.assert_close(loaded.backbone(images(*size)).pooled, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("ConvNeXt", "ConvNeXt-V2"))) for name in MODELS]
+)
 def test_a_folder_gives_the_features_of_transformers_at_two_sizes(name: str, tmp_path: Path) -> None:
     model = made(name)
     loaded = open_model(folder_of(model, tmp_path / "model"))
