@@ -71,7 +71,13 @@ def test_the_command_line_gives_auto_what_was_set_and_nothing_else(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("data", "name"),
-    [("photos/", "photos"), ("a/b.npz", "b"), ("torchvision:CIFAR10?root=data", "CIFAR10"), ("demo:train", "train")],
+    [
+        ("photos/", "photos"),
+        ("a/b.npz", "b"),
+        ("torchvision:CIFAR10?root=data", "CIFAR10"),
+        ("demo:train", "train"),
+        ("joined:" + "a" * 999, "a" * 100),
+    ],
 )
 def test_runs_are_named_after_their_images(data: str, name: str) -> None:
     assert default_output(data) == Path("runs") / name

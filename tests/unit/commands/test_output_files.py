@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from massl.commands import picture_files
+from massl.commands import demo, picture_files
 from massl.commands.evaluate import command
+from massl.config import MasslError
 from massl.evaluations.measurement import Setting
 from massl.evaluations.protocols import attention, davis
 from massl.evaluations.results import ResultRow
@@ -54,3 +55,12 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, is_there: 
     if name.endswith(".png"):
         with Image.open(folder / name) as picture:
             assert (picture.format, picture.size) == ("PNG", (4, 3))
+
+
+def test_the_demo_writes_no_results_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("massl.commands.pretrain.pretrain", lambda **_: pytest.fail("trained"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results").symlink_to(tmp_path / "mine")
+    with pytest.raises(MasslError, match="results is a link"):
+        demo.main(["--output", str(tmp_path / "run")])
