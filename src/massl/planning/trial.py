@@ -44,7 +44,7 @@ _SLOW_STEP = 0.7
 _SMALLEST_PART = 8  # images
 _BATCHES_AHEAD = 3  # that the loader keeps on the device while a step runs
 _MEMORY_STEPS = 5  # enough to record a step and replay it once
-_PROBE_IMAGES = {"cuda": 2048, "cpu": 64}
+_PROBE_IMAGES = {"cuda": 2048, "cpu": 32}
 
 
 class TrialRecipe(Protocol):
