@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -100,6 +100,15 @@ def _said_if_slow(text: str) -> Iterator[None]:
         timer.cancel()
 
 
+def _status_of(command: Callable[[Sequence[str]], int], arguments: Sequence[str], interrupts: Interrupts) -> int:
+    try:
+        return command(arguments)
+    except Exception:
+        if interrupts.is_interrupted:  # safetensors and others turn KeyboardInterrupt into an error of their own
+            raise KeyboardInterrupt from None
+        raise
+
+
 def _run(interrupts: Interrupts, command: str, *arguments: str) -> int:
     # Not at the top of the file: they take longer than `massl --help` should.
     from pydantic import ValidationError
@@ -111,8 +120,7 @@ def _run(interrupts: Interrupts, command: str, *arguments: str) -> int:
         module = import_module("massl.commands.completion" if command == "--completion" else COMMANDS[command][1])
     interrupts.started()
     try:
-        status: int = module.main(arguments)
-        return status
+        return _status_of(module.main, arguments, interrupts)
     except ValidationError as error:
         tell(f"massl: error: {explain(error)}")
         return 2

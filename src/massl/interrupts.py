@@ -22,6 +22,8 @@ class Interrupts:
     Python runs no signal handler.
     """
 
+    is_interrupted = False  # by SIGINT, once started
+
     def __enter__(self) -> Self:
         self._is_active = threading.current_thread() is threading.main_thread()  # where signals arrive
         if not self._is_active:
@@ -38,7 +40,12 @@ class Interrupts:
     def started(self) -> None:
         """Everything is imported: from now on SIGINT raises KeyboardInterrupt, so that files are closed."""
         if self._is_active:
-            signal.signal(signal.SIGINT, self._handler)
+            is_default = self._handler is signal.default_int_handler
+            signal.signal(signal.SIGINT, self._interrupt if is_default else self._handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.is_interrupted = True
+        raise KeyboardInterrupt
 
     def ending(self) -> None:
         """The command has done its work: from now on only a second signal ends it, and no traceback shows."""

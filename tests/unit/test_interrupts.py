@@ -63,6 +63,26 @@ def test_once_started_sigint_is_an_exception_so_that_files_are_closed() -> None:
     assert (ended.returncode, ended.stdout) == (0, "files are closed\n")
 
 
+def test_an_error_that_a_library_makes_of_sigint_is_still_an_interruption() -> None:
+    ended = run("""
+        import sys, types
+        from massl import cli
+        def main(arguments):
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(60)
+            except KeyboardInterrupt:  # as safetensors does while it reads a tensor
+                raise ValueError("could not determine the shape") from None
+        sys.modules["fake"] = types.SimpleNamespace(main=main)
+        cli.COMMANDS["fake"] = ("", "fake")
+        sys.argv = ["massl", "fake"]
+        sys.exit(cli.main())
+    """)
+    assert ended.returncode == 130, ended.stderr
+    assert "massl: interrupted" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_the_second_signal_ends_a_process_that_never_comes_back_to_python(number: signal.Signals) -> None:
     ended = run(f"""
