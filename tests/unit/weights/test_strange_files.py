@@ -63,7 +63,6 @@ def written(path: Path, *, timm: Any = None, tensors: dict[str, Tensor] | None =
 
 def hostile_options(folder: Path) -> dict[str, dict[str, Any]]:
     pickled = str(folder / "evil.pth")
-    folder.joinpath("evil.pth").write_bytes(pickle.dumps(_Touch(folder / "touched")))
     return {
         "checkpoint_path": {"checkpoint_path": pickled},
         "pretrained_cfg": {"pretrained": True, "pretrained_cfg": {"file": pickled}},
@@ -83,8 +82,13 @@ def hostile_options(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("key", hostile_options(Path("/tmp")).keys())
+def write_pickle(folder: Path) -> None:
+    folder.joinpath("evil.pth").write_bytes(pickle.dumps(_Touch(folder / "touched")))
+
+
+@pytest.mark.parametrize("key", hostile_options(Path("x")).keys())
 def test_metadata_reach_timm_only_as_architecture(key: str, tmp_path: Path) -> None:
+    write_pickle(tmp_path)
     file = written(tmp_path / "x.safetensors", timm=hostile_options(tmp_path)[key])
     for read in (load_backbone, open_model):
         with pytest.raises(WeightsError, match=key if key != "model_name" else "hf-hub") as caught:
@@ -97,6 +101,7 @@ def test_metadata_reach_timm_only_as_architecture(key: str, tmp_path: Path) -> N
     "key", ["checkpoint_path", "pretrained_cfg", "cache_dir", "depth", "embed_dim", "act_layer", "mlp_ratio"]
 )
 def test_a_recipe_reaches_timm_only_with_architecture(key: str, tmp_path: Path) -> None:
+    write_pickle(tmp_path)
     options = {**OPTIONS, **hostile_options(tmp_path)[key]}
     settings = BackboneSettings.model_construct(name="vit_tiny_patch16_224", timm_options=options, stem="")
     with pytest.raises(RecipeError, match=rf"backbone\.timm_options\.{key}"):
