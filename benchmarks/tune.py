@@ -4,9 +4,9 @@
     python benchmarks/tune.py final --output tuning --name m98 --data train.npz --test test.npz --epochs 30
 
 `try` trains every setting on nine tenths of the training images (--hold_out 0.1), the same for all, and classifies the
-other tenth by k-NN. It has no option for test images. A row is appended to tuning/tried.jsonl after each run and tuning/tried.md is
-the table of everything tried. `final` trains one setting on all training images and classifies the test images, once:
-in the same folder it refuses a second setting of the same recipe. The settings are a YAML list:
+other tenth by k-NN. It has no option for test images. A row is appended to tuning/tried.jsonl after each run, and
+tuning/tried.md is the table of everything tried. `final` trains one setting on all training images and classifies the
+test images, once: in the same folder it refuses a second setting of the same recipe. The settings are a YAML list:
 
     - {name: m98, recipe: massl-tiny, set: {views.num_local: 6, method.teacher.momentum: 0.98}, predicted: 19.5}
 """
