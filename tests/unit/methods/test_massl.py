@@ -31,10 +31,12 @@ def tiny_method(
     student_views: Literal["all", "local"] = "all",
     batch_norm: bool = False,
     entropy: float | None = None,
+    predictor_dim: int = 0,
     **memory: Any,
 ) -> MaSSL:
     settings = MaSSLSettings(
         student_views=student_views,
+        predictor_dim=predictor_dim,
         teacher=TeacherSettings(entropy=entropy),
         head=MaSSLHeadSettings(hidden_dim=16, out_dim=8, batch_norm=batch_norm),
         memory=MemorySettings(**{"num_rows": 24, "block_size": 8, **memory}),
@@ -131,6 +133,28 @@ def test_a_head_with_batch_norm_gives_unit_vectors_that_depend_on_the_batch() ->
     torch.testing.assert_close(normed(features).norm(dim=-1), torch.ones(6))
     torch.testing.assert_close(plain(features)[:3], plain(features[:3]))
     assert (normed(features)[:3] - normed(features[:3])).abs().max() > 1e-3
+
+
+def test_a_predictor_follows_the_students_head_only_and_learns() -> None:
+    method, batch = tiny_method(predictor_dim=12), views()
+    assert method.predictor is not None
+    output = method(batch, HYPER)
+    predicted = normalize(method.predictor(student_embeddings(method, batch)), dim=-1)
+    expected = memory_loss_reference(
+        predicted,
+        method.teacher([batch.global_views]),
+        method.memory.random_blocks(8, (0, HYPER.step)),
+        student_temperature=0.1,
+        teacher_temperature=HYPER.teacher_temperature,
+    )
+    torch.testing.assert_close(output.loss, expected)
+    output.loss.backward()
+    assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in method.predictor.parameters())
+    method.after_step(output, HYPER)
+    with torch.no_grad():
+        before_the_step = tiny_method(predictor_dim=12).teacher([batch.global_views])[1]
+    torch.testing.assert_close(method.memory.rows[:4], before_the_step)
+    assert not any("predictor" in key for key in tiny_method().state_dict())
 
 
 def test_the_teachers_embedding_of_the_second_global_view_enters_the_memory() -> None:
@@ -342,6 +366,8 @@ def test_batch_norm_in_the_head_is_cautioned_against_where_batches_come_in_parts
     assert tiny_method().cautions(in_parts) == tiny_method(batch_norm=True).cautions(plan(num_images=24)) == []
     (caution,) = tiny_method(batch_norm=True).cautions(in_parts)
     assert caution.startswith("batch norm in the head takes its statistics from each of the 2 parts of a batch")
+    (caution,) = tiny_method(predictor_dim=12).cautions(in_parts)
+    assert caution.startswith("batch norm in the predictor takes its statistics")
 
 
 def test_the_winner_share_counts_the_rows_that_are_nearest_to_some_query() -> None:
