@@ -4,9 +4,10 @@
     python benchmarks/tune.py final --output tuning --name m98 --data train.npz --test test.npz --epochs 30
 
 `try` trains every setting on nine tenths of the training images (--hold_out 0.1), the same for all, and classifies the
-other tenth by k-NN. It has no option for test images. A row is appended to tuning/tried.jsonl after each run, and
-tuning/tried.md is the table of everything tried. `final` trains one setting on all training images and classifies the
-test images, once: in the same folder it refuses a second setting of the same recipe. The settings are a YAML list:
+other tenth by k-NN. It has no option for test images. With --minutes instead of --epochs a setting trains for as many
+epochs as fit, found by a short trial. A row is appended to tuning/tried.jsonl after each run, and tuning/tried.md is
+the table of everything tried. `final` trains one setting on all training images and classifies the test images, once:
+in the same folder it refuses a second setting of the same recipe. The settings are a YAML list:
 
     - {name: m98, recipe: massl-tiny, set: {views.num_local: 6, method.teacher.momentum: 0.98}, predicted: 19.5}
 """
@@ -23,6 +24,7 @@ import yaml
 
 from massl.commands.pretrain import pretrain
 from massl.commands.recipe import load_recipe
+from massl.commands.timing import epochs_lasting, images_per_epoch, shortened_warm_ups, steady_speed, training_images
 from massl.config import MasslError
 from massl.data.sources import held_out, open_source
 from massl.files import write_atomically
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trying = commands.add_parser("try", help="train settings and score them on images held out of training")
     trying.add_argument("--settings", required=True, type=Path, help="YAML list of name, recipe, set and predicted")
     trying.add_argument("--data", required=True, help="the training images, labelled")
-    trying.add_argument("--epochs", required=True, type=int)
+    add_length(trying)
     trying.add_argument("--hold_out", default=0.1, type=float, help="share of the training images to score on")
     trying.add_argument("--probes", default=2, type=int, help="probes at equal distances; the last is the score")
     trying.add_argument("--seed", default=0, type=int)
@@ -48,13 +50,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     final.add_argument("--name", required=True, help="the setting that won")
     final.add_argument("--data", required=True, help="the training images, labelled; all of them are trained on")
     final.add_argument("--test", required=True, help="labelled images to classify, read by nothing else here")
-    final.add_argument("--epochs", required=True, type=int)
+    add_length(final)
     final.add_argument("--seed", default=0, type=int)
     chosen = parser.parse_args(arguments)
     try:
         try_settings(chosen) if chosen.command == "try" else test_winner(chosen)
     except MasslError as error:
         raise SystemExit(f"tune.py: {error}") from None
+
+
+def add_length(parser: argparse.ArgumentParser) -> None:
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--epochs", type=int)
+    length.add_argument("--minutes", type=float, help="of training, probes not counted")
 
 
 def try_settings(chosen: argparse.Namespace) -> None:
@@ -65,7 +73,7 @@ def try_settings(chosen: argparse.Namespace) -> None:
     started = time.monotonic()
     num_held = len(held_out(open_source(chosen.data), chosen.hold_out)[1])
     for setting in settings:
-        run = f"{setting['name']}-e{chosen.epochs}-s{chosen.seed}"
+        run = f"{setting['name']}-{length_name(chosen)}-s{chosen.seed}"
         if run in done:
             continue
         if time.monotonic() - started > chosen.budget:
@@ -81,23 +89,24 @@ def try_settings(chosen: argparse.Namespace) -> None:
 def one_try(setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, num_held: int) -> dict[str, Any]:
     """Train one setting; its row, also if it fails."""
     overrides = {
-        **setting.get("set", {}),
-        "trainer.epochs": chosen.epochs,
-        "trainer.seed": chosen.seed,
+        "data.source": chosen.data,
         "data.hold_out": chosen.hold_out,
         "probes.database": "",
         "probes.queries": "",
-        "probes.every_epochs": chosen.epochs / chosen.probes,
         "probes.max_queries": 10**9,
         "probes.max_database": 10**9,
         "trainer.checkpoint_every_steps": 10**9,
     }
     row: dict[str, Any] = {"run": run, "setting": setting["name"], "recipe": setting["recipe"]}
     row |= {"set": setting.get("set", {}), "predicted": setting.get("predicted")}
-    row |= {"epochs": chosen.epochs, "seed": chosen.seed, "held_out": num_held}
-    before = time.monotonic()
+    row |= {"seed": chosen.seed, "held_out": num_held}
     try:
-        recipe = load_recipe(setting["recipe"], {**overrides, "data.source": chosen.data})
+        overrides = with_length(setting, overrides, chosen)
+        row |= {"epochs": overrides["trainer.epochs"]} | ({"minutes": chosen.minutes} if chosen.minutes else {})
+        recipe = load_recipe(
+            setting["recipe"], {**overrides, "probes.every_epochs": overrides["trainer.epochs"] / chosen.probes}
+        )
+        before = time.monotonic()
         result = pretrain(recipe=recipe, output=chosen.output / "runs" / run)
     except MasslError as error:
         return {**row, "failed": str(error)}
@@ -111,6 +120,23 @@ def one_try(setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, nu
     if "teacher_temperature" in result.metrics[-1]:
         row |= {"teacher_temperature": round(result.metrics[-1]["teacher_temperature"], 4)}
     return row
+
+
+def length_name(chosen: argparse.Namespace) -> str:
+    return f"e{chosen.epochs}" if chosen.minutes is None else f"m{chosen.minutes:g}"
+
+
+def with_length(setting: Mapping[str, Any], overrides: Mapping[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
+    """The setting's overrides and `overrides`, with epochs, seed and, for --minutes, shorter warm-ups."""
+    changes = setting.get("set", {})
+    together = {**changes, **overrides, "trainer.seed": chosen.seed}
+    if chosen.minutes is None:
+        return {**together, "trainer.epochs": chosen.epochs}
+    recipe = load_recipe(setting["recipe"], together)
+    source = training_images(recipe)
+    speed = steady_speed(recipe, source)
+    epochs, _ = epochs_lasting(chosen.minutes, speed, num_images=images_per_epoch(recipe, len(source)))
+    return {**together, "trainer.epochs": epochs, **shortened_warm_ups(recipe, epochs=epochs, given=changes)}
 
 
 def test_winner(chosen: argparse.Namespace) -> None:
@@ -127,16 +153,17 @@ def test_winner(chosen: argparse.Namespace) -> None:
             raise MasslError(
                 f"{record} holds the test of {row['setting']}: the test images are read for one setting of a recipe"
             )
-    run = f"{chosen.name}-final-e{chosen.epochs}-s{chosen.seed}"
-    length = {"trainer.epochs": chosen.epochs, "trainer.seed": chosen.seed, "probes.every_epochs": 0}
-    recipe = load_recipe(setting["recipe"], {**setting["set"], **length, "data.source": chosen.data})
+    run = f"{chosen.name}-final-{length_name(chosen)}-s{chosen.seed}"
+    only_trained = {"data.source": chosen.data, "probes.every_epochs": 0}
+    recipe = load_recipe(setting["recipe"], with_length(setting, only_trained, chosen))
     folder = pretrain(recipe=recipe, output=chosen.output / "runs" / run).folder
     crop = {"crop_ratio": recipe.probes.crop_ratio, "knn.ks": [recipe.probes.num_neighbours]}
     result = evaluate(
         folder, protocol="knn", train=chosen.data, test=chosen.test, output=folder / "test", overrides=crop
     )
     top1 = next(row.value for row in result.rows if row.metric == "top1")
-    row = {"setting": chosen.name, "recipe": setting["recipe"], "run": run, "num_tried": len(settings), "top1": top1}
+    row = {"setting": chosen.name, "recipe": setting["recipe"], "run": run, "num_tried": len(settings)}
+    row |= {"epochs": recipe.trainer.epochs, "top1": top1}
     with record.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
     print(json.dumps(row), flush=True)
@@ -168,16 +195,17 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Everything tried, best first within each number of epochs."""
+    """Everything tried, best first within each length."""
     lines = [
         f"{len(rows)} runs, scored on images held out of training. SE: standard error of the last column of k-NN.",
         "",
         "| setting | epochs | seed | predicted | k-NN in % | SE | rank | images/s | changes |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(rows, key=lambda row: (row["epochs"], -max(row.get("knn", {"": 0.0}).values()))):
+    for row in sorted(rows, key=lambda row: (_length(row), -max(row.get("knn", {"": 0.0}).values()))):
         changes = ", ".join(f"{key}={value}" for key, value in row["set"].items())
-        start = f"| {row['setting']} | {row['epochs']} | {row['seed']} | {row['predicted'] or ''} "
+        length = row.get("epochs", "") if "minutes" not in row else f"{row['epochs']} in {row['minutes']:g} min"
+        start = f"| {row['setting']} | {length} | {row['seed']} | {row['predicted'] or ''} "
         if "failed" in row:
             lines.append(f"{start}| failed: {row['failed']} | | | | {row['recipe']}: {changes} |")
             continue
@@ -185,6 +213,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         rest = f"{row['standard_error']:.1f} | {row['effective_rank']} | {row['images_per_second']:,.0f}"
         lines.append(f"{start}| {scores} | {rest} | {row['recipe']}: {changes} |")
     return "\n".join(lines) + "\n"
+
+
+def _length(row: Mapping[str, Any]) -> tuple[bool, float]:
+    return "minutes" in row, row.get("minutes", row.get("epochs", 0))
 
 
 if __name__ == "__main__":

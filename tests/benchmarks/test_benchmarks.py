@@ -16,6 +16,7 @@ from PIL import Image
 
 import massl
 from massl.ops.memory_attention import memory_loss_reference
+from massl.planning.costs import Speed
 from tests.reliability.world import TINY_RECIPE
 
 pytestmark = pytest.mark.slow
@@ -273,7 +274,7 @@ def test_update_times_both_ways_of_updating_in_turns(
 
 
 def test_tune_scores_on_held_out_training_images_and_tests_one_setting_of_a_recipe(
-    programs: dict[str, ModuleType], tmp_path: Path
+    programs: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = np.random.default_rng(0)
     for name, num_images in (("train", 60), ("test", 20)):
@@ -304,6 +305,13 @@ def test_tune_scores_on_held_out_training_images_and_tests_one_setting_of_a_reci
     assert 0 <= row["top1"] <= 100
     with pytest.raises(SystemExit, match="held"):
         programs["tune"].main(["final", *test, "fast"])
+
+    settings.write_text(f"- {{name: fast, recipe: demo, set: {{{small}}}}}\n")
+    monkeypatch.setattr(programs["tune"], "steady_speed", lambda *_: Speed(first_pass=1 / 80, later=1 / 80))
+    programs["tune"].main(["try", "--settings", str(settings), *data[:-2], "--minutes", str(2 / 60)])
+    row = json.loads((output / "tried.jsonl").read_text().splitlines()[-1])
+    assert (row["run"], row["epochs"]) == ("fast-m0.0333333-s0", 3)  # 48 of 54 images an epoch, 80 a second
+    assert "3 in 0.0333333 min" in (output / "tried.md").read_text()
 
     settings.write_text("- {name: a, recipe: demo, set: {probes.queries: demo:test}}\n")
     with pytest.raises(SystemExit, match=r"probes\.queries"):
