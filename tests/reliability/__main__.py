@@ -1,6 +1,7 @@
 """`python -m tests.reliability`: program.py, in a process with a single thread."""
 
 import os
+import signal
 import sys
 
 if __name__ == "__main__":
@@ -9,6 +10,8 @@ if __name__ == "__main__":
         os.environ[name] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # A shell that starts this in the background ignores SIGINT, and so would every run that a case interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from tests.reliability.program import main
 
     sys.exit(main())

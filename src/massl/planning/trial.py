@@ -83,7 +83,6 @@ class _Steps:
         )
         optimizer = build_optimizer(self.method, recipe.optimizer)
         step = TrainingStep(method=self.method, parallel=self.method, optimizer=optimizer, bf16=bf16, device=device)
-        step.guard.is_active = not execution.cuda_graph or settings.skip_bad_steps > 0
         self._step = GraphedStep(step) if execution.cuda_graph else step
         self._make_views = ViewMaker(recipe.views, seed=settings.seed, bf16=bf16, device=device)
         schedules = Schedules(

@@ -85,8 +85,6 @@ def origin_in(step: TrainingStep, parts: Callable[[], Iterable[ViewBatch]], hype
 
     All ranks must call it: methods exchange rows in their forward passes.
     """
-    if step.guard.on_device and not step.guard.is_active:  # the step has changed the weights
-        return "to name the layer, continue with --trainer.skip_bad_steps 1, which keeps such a step off the weights"
     tracer = _Tracer()
     step.guard.begin()
     try:

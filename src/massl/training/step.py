@@ -53,10 +53,10 @@ class TrainingStep:
         """
         for parameter in self.method.frozen(hyper):
             parameter.grad = None  # not zero: without a gradient AdamW skips decay and running averages too
-        device_decides = self.guard.on_device and self.guard.is_active
+        device_decides = self.guard.on_device
         is_finite = self.optimizer.gradients_are_finite(decide=device_decides)
         combined = replace(combine(outputs), is_finite=is_finite)
-        if not self.guard.on_device and not is_finite:
+        if not device_decides and not is_finite:
             self.optimizer.zero_grad(set_to_none=True)
             self.guard.restore()
             return combined

@@ -24,14 +24,11 @@ class StepGuard:
     def __init__(self, method: Method, optimizer: DecayedAdamW | DecayedSGD, *, on_device: bool) -> None:
         self._method, self._optimizer, self._parameters = method, optimizer, list(method.parameters())
         self.on_device = on_device  # whether the device decides; otherwise the host
-        self.is_active = True  # False: the device updates in any case, and the host stops the run a step later
         self._buffers: _Copies | None = None
         self._rest: _Copies | None = None
 
     def begin(self) -> None:
         """Copy the buffers: a forward pass changes the running averages of batch norm, `after_step` the others."""
-        if self.on_device and not self.is_active:
-            return
         if self._buffers is None:
             changed = _buffers_to_copy(self._method) if self.on_device else _batch_norm_buffers(self._method)
             self._buffers = _Copies(changed)

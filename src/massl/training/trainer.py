@@ -78,7 +78,6 @@ class Trainer:
             bf16=settings.precision == "bf16",
             device=device,
         )
-        step.guard.is_active = not self.execution.cuda_graph or settings.skip_bad_steps > 0
         self._plain_step, self.step = step, GraphedStep(step) if self.execution.cuda_graph else step
         self._make_views = ViewMaker(views, seed=settings.seed, bf16=settings.precision == "bf16", device=device)
         self.store = CheckpointStore(folder.checkpoints, settings.keep_checkpoints)

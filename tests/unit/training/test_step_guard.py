@@ -15,7 +15,6 @@ from massl.methods import build_method
 from massl.methods.base import StepHyper
 from massl.nn import ema
 from massl.training import optimizers, step_guard
-from massl.training.bad_steps import origin_in
 from massl.training.optimizers import build_optimizer
 from massl.training.step import TrainingStep
 
@@ -163,13 +162,3 @@ def test_copies_of_any_type_come_back_bit_for_bit_only_after_a_bad_step(keep: bo
     copies.put_back(unless=torch.tensor(keep, device=DEVICE))
     for tensor, old in zip(tensors, before, strict=True):
         torch.testing.assert_close(tensor, torch.zeros_like(old) if keep else old, rtol=0, atol=0, equal_nan=True)
-
-
-def test_without_an_active_guard_the_device_updates_in_any_case_and_says_that_the_step_was_bad() -> None:
-    step = training_step("massl", on_device=True, optimizer="adamw")
-    step.guard.is_active = False
-    before = state_of(step)["method"]
-    assert run(step, [0, 1], bad=1) == [True, False]
-    assert any("student" in where for where in differences(before, state_of(step)["method"]))
-    assert not all(bool(leaf.isfinite().all()) for _, leaf in leaves(state_of(step)["method"]))
-    assert "--trainer.skip_bad_steps" in origin_in(step, lambda: [views_of(1)], hyper_at(1), num_parts=1)
