@@ -51,16 +51,18 @@ CASES = {
         left_zero={"centre.value": 0.01},
         num_steps=8,
     ),
-    "massl": Case(  # the temperature follows the entropy of the whole batch
+    "massl": Case(  # the temperature follows the entropy of the whole batch; images are told apart in all of it
         settings={
             "method.head.hidden_dim": 32,
             "method.head.out_dim": 16,
             "method.memory.num_rows": 64,
             "method.memory.block_size": 16,
             "method.teacher.entropy": 1.0,
+            "method.instance_weight": 0.5,
         },
-        metrics=("loss", "teacher_temperature", "batch_teacher_entropy"),
+        metrics=("loss", "teacher_temperature", "batch_teacher_entropy", "contrastive_top1"),
         state=("held_temperature.", "memory.rows"),
+        accumulation_steps=1,
         num_steps=8,
     ),
     "ibot": Case(  # both centres; masks do not depend on which process trains on an image

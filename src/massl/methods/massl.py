@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from massl import distributed
 from massl.config import RecipeError
@@ -34,14 +33,14 @@ from massl.methods.base import (
     autocast_dtype,
     caution_on_memory,
     caution_on_parts,
-    seeded,
     student_and_teacher,
     teacher_temperature,
 )
 from massl.nn.backbone import Backbone, BackboneSettings
 from massl.nn.ema import move_towards
-from massl.nn.heads import BatchNormHead, HeadSettings, PredictorSettings, ProjectionHead, build_predictor
+from massl.nn.heads import BatchNormHead, HeadSettings, ProjectionHead
 from massl.nn.memory import MemoryBank, MemorySettings
+from massl.ops.contrastive import info_nce
 from massl.ops.memory_attention import block_entropy, memory_loss, memory_loss_and_entropy
 from massl.ops.scoring.feature_health import embedding_spread
 
@@ -69,10 +68,11 @@ class MaSSLSettings(MethodSettings):
         default="all",
         description="views of the student; local: not the teacher's, so that those may be augmented less (ReSSL)",
     )
-    predictor_dim: int = Field(
-        default=0,
-        ge=0,
-        description="hidden width of a predictor after the student's head, which the paper does not have; 0: none",
+    instance_weight: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share of the loss that tells the images of a batch apart, which the paper does not have; 0: none",
     )
     teacher: TeacherSettings = TeacherSettings()
     head: MaSSLHeadSettings = MaSSLHeadSettings()
@@ -90,15 +90,12 @@ class MaSSL(Method):
         self.has_drop_path = backbone.drop_path_rate > 0.0
         self.min_global_views = 2 if settings.student_views == "all" else 1
         self.student, self.teacher = student_and_teacher(backbone, settings.head.build, seed=seed)
-        self.predictor = seeded(seed, "predictor", self._new_predictor) if settings.predictor_dim else None
         self.memory = MemoryBank(settings.memory.num_rows, settings.head.out_dim, seed=seed)
         self.held_temperature = settings.teacher.held_temperature(settings.memory.block_size)
 
     def forward(self, views: ViewBatch, hyper: StepHyper) -> StepOutput:
         sees_all = self.settings.student_views == "all"
         student = self._student(views, hyper) if sees_all else self._student_of_local_views(views, hyper)
-        if self.predictor is not None:
-            student = normalize(self.predictor(student), dim=-1)
         with torch.no_grad():
             teacher = self.teacher([views.global_views])
         dtype = autocast_dtype(student.device.type, otherwise=student.dtype)
@@ -112,6 +109,10 @@ class MaSSL(Method):
         else:
             loss, entropy = memory_loss_and_entropy(*embeddings, **options)
             metrics = {"teacher_temperature": torch.as_tensor(temperature), BATCH_ENTROPY: entropy}
+        if self.settings.instance_weight:
+            instance_loss, top1 = self._instance_loss(student, teacher)
+            loss = torch.lerp(loss, instance_loss, self.settings.instance_weight)
+            metrics |= {"contrastive_top1": top1}
         carry = {"memory_rows": teacher[min(_ENQUEUED_VIEW, len(teacher) - 1)]}
         return StepOutput(loss=loss, metrics=metrics, carry=carry)
 
@@ -129,10 +130,17 @@ class MaSSL(Method):
     def backbone_to_evaluate(self) -> Backbone:
         return self.teacher.backbone
 
-    def _new_predictor(self) -> nn.Module:
-        """As in BYOL (Grill et al., 2020): the student predicts the teacher's embedding instead of being it."""
-        settings = PredictorSettings(hidden_dim=self.settings.predictor_dim)
-        return build_predictor(self.settings.head.out_dim, settings, last_norm="none")
+    def _instance_loss(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:  # [V, B, D], [T, B, D]
+        """InfoNCE of each student view with each other teacher view, as in SCE (Denize et al., 2023), and its top-1."""
+        keys = distributed.gather_rows(teacher.transpose(0, 1)).transpose(0, 1)  # [T, B * ranks, D]
+        is_shared = self.settings.student_views == "all"
+        pairs = [(v, t) for v in range(len(student)) for t in range(len(keys)) if v != t or not is_shared]
+        return info_nce(
+            torch.stack([student[v] for v, _ in pairs]),
+            torch.stack([keys[t] for _, t in pairs]),
+            temperature=self.settings.student_temperature,
+            first_positive=distributed.rank() * student.shape[1],
+        )
 
     def _student(self, views: ViewBatch, hyper: StepHyper) -> Tensor:  # -> [V, B, D]
         return self.student(views.groups(), self.drop_path_keys(views, hyper, num_views=views.num_views))  # type: ignore[no-any-return]
@@ -187,9 +195,10 @@ class MaSSL(Method):
         if left_out := num_rows % self.settings.memory.block_size:
             unused = f"{left_out:,} random rows stay unused each step"
             found.append(f"method.memory.num_rows is no multiple of block_size: {unused}.")
-        if self.settings.head.batch_norm or self.predictor is not None:
-            where = "the head" if self.settings.head.batch_norm else "the predictor"
-            found += caution_on_parts(plan, f"batch norm in {where}", "its statistics")
+        if self.settings.head.batch_norm:
+            found += caution_on_parts(plan, "batch norm in the head", "its statistics")
+        if self.settings.instance_weight:
+            found += caution_on_parts(plan, "method.instance_weight", "the images to tell apart")
         return found
 
 

@@ -183,7 +183,8 @@ def _choose_data(plan: Plan, images: ImageFacts, device: DeviceFacts, row: rules
     max_side = plan.set("data.max_side", row.max_side, f"larger files are reduced to {row.max_side} px while decoding")
     needed = 0.0 if images.is_array else 1.05 * images.num_images * images.decoded_bytes(max_side) / 2**30
     cache = math.ceil(min(needed, rules.CACHE_SHARE * device.host_gib) * 10) / 10
-    why = f"all your images decoded, {needed:.1f} GiB: later passes decode nothing"
+    size = f"{needed:.1f} GiB" if needed >= 0.05 else "less than 0.1 GiB"
+    why = f"all your images decoded, {size}: later passes decode nothing"
     if images.is_array:
         why = ""
     elif cache < needed:

@@ -31,12 +31,12 @@ def tiny_method(
     student_views: Literal["all", "local"] = "all",
     batch_norm: bool = False,
     entropy: float | None = None,
-    predictor_dim: int = 0,
+    instance_weight: float = 0.0,
     **memory: Any,
 ) -> MaSSL:
     settings = MaSSLSettings(
         student_views=student_views,
-        predictor_dim=predictor_dim,
+        instance_weight=instance_weight,
         teacher=TeacherSettings(entropy=entropy),
         head=MaSSLHeadSettings(hidden_dim=16, out_dim=8, batch_norm=batch_norm),
         memory=MemorySettings(**{"num_rows": 24, "block_size": 8, **memory}),
@@ -135,26 +135,24 @@ def test_a_head_with_batch_norm_gives_unit_vectors_that_depend_on_the_batch() ->
     assert (normed(features)[:3] - normed(features[:3])).abs().max() > 1e-3
 
 
-def test_a_predictor_follows_the_students_head_only_and_learns() -> None:
-    method, batch = tiny_method(predictor_dim=12), views()
-    assert method.predictor is not None
-    output = method(batch, HYPER)
-    predicted = normalize(method.predictor(student_embeddings(method, batch)), dim=-1)
-    expected = memory_loss_reference(
-        predicted,
-        method.teacher([batch.global_views]),
-        method.memory.random_blocks(8, (0, HYPER.step)),
-        student_temperature=0.1,
-        teacher_temperature=HYPER.teacher_temperature,
-    )
-    torch.testing.assert_close(output.loss, expected)
+@pytest.mark.parametrize("student_views", ["all", "local"])
+def test_a_share_of_the_loss_can_tell_the_images_of_a_batch_apart(student_views: Literal["all", "local"]) -> None:
+    batch = views()
+    mixed, plain = (tiny_method(student_views=student_views, instance_weight=weight) for weight in (0.25, 0.0))
+    output, memory_only = mixed(batch, HYPER), plain(batch, HYPER)
+    groups = batch.groups() if student_views == "all" else batch.groups()[1:]
+    student, teacher = plain.student(groups), plain.teacher([batch.global_views])
+    terms = [
+        -torch.log_softmax(student[v] @ teacher[t].T / 0.1, dim=1).diagonal().mean()
+        for v in range(len(student))
+        for t in range(2)
+        if v != t or student_views == "local"
+    ]
+    torch.testing.assert_close(output.loss, 0.75 * memory_only.loss + 0.25 * torch.stack(terms).mean())
+    assert 0 <= float(output.metrics["contrastive_top1"]) <= 100
+    assert memory_only.metrics == {}
     output.loss.backward()
-    assert all(weight.grad is not None and weight.grad.abs().max() > 0 for weight in method.predictor.parameters())
-    method.after_step(output, HYPER)
-    with torch.no_grad():
-        before_the_step = tiny_method(predictor_dim=12).teacher([batch.global_views])[1]
-    torch.testing.assert_close(method.memory.rows[:4], before_the_step)
-    assert not any("predictor" in key for key in tiny_method().state_dict())
+    assert all(parameter.grad is None for parameter in mixed.teacher.parameters())
 
 
 def test_the_teachers_embedding_of_the_second_global_view_enters_the_memory() -> None:
@@ -366,8 +364,8 @@ def test_batch_norm_in_the_head_is_cautioned_against_where_batches_come_in_parts
     assert tiny_method().cautions(in_parts) == tiny_method(batch_norm=True).cautions(plan(num_images=24)) == []
     (caution,) = tiny_method(batch_norm=True).cautions(in_parts)
     assert caution.startswith("batch norm in the head takes its statistics from each of the 2 parts of a batch")
-    (caution,) = tiny_method(predictor_dim=12).cautions(in_parts)
-    assert caution.startswith("batch norm in the predictor takes its statistics")
+    (caution,) = tiny_method(instance_weight=0.5).cautions(in_parts)
+    assert caution.startswith("method.instance_weight takes the images to tell apart from each of the 2 parts")
 
 
 def test_the_winner_share_counts_the_rows_that_are_nearest_to_some_query() -> None:

@@ -112,6 +112,7 @@ def test_images_are_cached_if_the_host_has_room_and_arrays_never() -> None:
     assert chosen(3_000_000, 500).values["data.cache_gib"] == pytest.approx(rules.CACHE_SHARE * 128, abs=0.1)
     array = ImageFacts(num_images=10_000, sizes=((64, 64),), num_sampled=1, is_array=True)
     assert choose(array, GPU, {}).values["data.cache_gib"] == 0
+    assert any("decoded, less than 0.1 GiB" in reason for reason in chosen(100, 64).reasons.values())
 
 
 @pytest.mark.parametrize("name", rules.TABLE)
