@@ -100,16 +100,21 @@ def one_try(setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, nu
     row: dict[str, Any] = {"run": run, "setting": setting["name"], "recipe": setting["recipe"]}
     row |= {"set": setting.get("set", {}), "predicted": setting.get("predicted")}
     row |= {"seed": chosen.seed, "held_out": num_held}
+    folder = chosen.output / "runs" / run
     try:
-        overrides = with_length(setting, overrides, chosen)
-        row |= {"epochs": overrides["trainer.epochs"]} | ({"minutes": chosen.minutes} if chosen.minutes else {})
-        recipe = load_recipe(
-            setting["recipe"], {**overrides, "probes.every_epochs": overrides["trainer.epochs"] / chosen.probes}
-        )
+        if (folder / "recipe.yaml").exists():  # an interrupted run goes on
+            recipe = load_recipe(folder / "recipe.yaml")
+        else:
+            overrides = with_length(setting, overrides, chosen)
+            every_epochs = overrides["trainer.epochs"] / chosen.probes
+            recipe = load_recipe(setting["recipe"], {**overrides, "probes.every_epochs": every_epochs})
+        row |= {"epochs": recipe.trainer.epochs} | ({"minutes": chosen.minutes} if chosen.minutes else {})
         before = time.monotonic()
-        result = pretrain(recipe=recipe, output=chosen.output / "runs" / run)
+        result = pretrain(recipe=recipe, output=folder)
     except MasslError as error:
         return {**row, "failed": str(error)}
+    if not result.finished:
+        raise SystemExit(f"tune.py: {run} was interrupted; the same command goes on with it")
     probes = [metrics for metrics in result.metrics if "knn_top1" in metrics]
     speeds = sorted(metrics["images_per_second"] for metrics in result.metrics if metrics["images_per_second"] > 0)
     top1 = probes[-1]["knn_top1"]

@@ -5,8 +5,10 @@ import json
 import sys
 import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ import yaml
 from PIL import Image
 
 import massl
+from massl.commands.pretrain import PretrainResult, pretrain
 from massl.ops.memory_attention import memory_loss_reference
 from massl.planning.costs import Speed
 from tests.reliability.world import TINY_RECIPE
@@ -312,6 +315,17 @@ def test_tune_scores_on_held_out_training_images_and_tests_one_setting_of_a_reci
     row = json.loads((output / "tried.jsonl").read_text().splitlines()[-1])
     assert (row["run"], row["epochs"]) == ("fast-m0.0333333-s0", 3)  # 48 of 54 images an epoch, 80 a second
     assert "3 in 0.0333333 min" in (output / "tried.md").read_text()
+
+    def interrupted(**given: Any) -> PretrainResult:
+        return replace(pretrain(**given), finished=False)
+
+    monkeypatch.setattr(programs["tune"], "pretrain", interrupted)
+    with pytest.raises(SystemExit, match="interrupted; the same command goes on"):
+        programs["tune"].main(["try", "--settings", str(settings), *data, "--seed", "1"])
+    assert json.loads((output / "tried.jsonl").read_text().splitlines()[-1]) == row
+    monkeypatch.setattr(programs["tune"], "pretrain", pretrain)
+    programs["tune"].main(["try", "--settings", str(settings), *data, "--seed", "1"])
+    assert json.loads((output / "tried.jsonl").read_text().splitlines()[-1])["seed"] == 1
 
     settings.write_text("- {name: a, recipe: demo, set: {probes.queries: demo:test}}\n")
     with pytest.raises(SystemExit, match=r"probes\.queries"):
