@@ -131,7 +131,7 @@ class MaSSL(Method):
         return self.teacher.backbone
 
     def _instance_loss(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:  # [V, B, D], [T, B, D]
-        """InfoNCE of each student view with each other teacher view, as in SCE (Denize et al., 2023), and its top-1."""
+        """InfoNCE of each student view with each other teacher view, and its top-1 (idea: SCE, Denize et al., 2023)."""
         keys = distributed.gather_rows(teacher.transpose(0, 1)).transpose(0, 1)  # [T, B * ranks, D]
         is_shared = self.settings.student_views == "all"
         pairs = [(v, t) for v in range(len(student)) for t in range(len(keys)) if v != t or not is_shared]
