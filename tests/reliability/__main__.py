@@ -10,8 +10,9 @@ if __name__ == "__main__":
         os.environ[name] = "1"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # A shell that starts this in the background ignores SIGINT, and so would every run that a case interrupts.
+    # Ignored by shells for what they start in the background, and by nohup; so would every run that a case interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     from tests.reliability.program import main
 
     sys.exit(main())
