@@ -1,13 +1,13 @@
 """Settings tried one after another, scored on images held out of training; the test images are read by a second call.
 
     python benchmarks/tune.py try --settings settings.yaml --data train.npz --epochs 10 --output tuning
-    python benchmarks/tune.py final --output tuning --name m98 --data train.npz --test test.npz --epochs 30
+    python benchmarks/tune.py final --output tuning --name m98 --data train.npz --test test.npz --epochs 30 --seeds 0 1
 
 `try` trains every setting on nine tenths of the training images (--hold_out 0.1), the same for all, and classifies the
 other tenth by k-NN. It has no option for test images. With --minutes instead of --epochs a setting trains for as many
 epochs as fit, found by a short trial. A row is appended to tuning/tried.jsonl after each run, and tuning/tried.md is
-the table of everything tried. `final` trains one setting on all training images and classifies the test images, once:
-in the same folder it refuses a second setting of the same recipe. The settings are a YAML list:
+the table of everything tried. `final` trains one setting on all training images and classifies the test images, once a
+seed: in the same folder it refuses a second setting of the same recipe. The settings are a YAML list:
 
     - {name: m98, recipe: massl-tiny, set: {views.num_local: 6, method.teacher.momentum: 0.98}, predicted: 19.5}
 """
@@ -23,7 +23,8 @@ from typing import Any
 import yaml
 
 from massl.commands.pretrain import pretrain
-from massl.commands.recipe import load_recipe
+from massl.commands.recipe import PretrainRecipe, load_recipe
+from massl.commands.recipes import shipped_recipes
 from massl.commands.timing import epochs_lasting, images_per_epoch, shortened_warm_ups, steady_speed, training_images
 from massl.config import MasslError
 from massl.data.sources import held_out, open_source
@@ -47,11 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trying.add_argument("--budget", default=math.inf, type=float, help="start no setting after this many seconds")
     final = commands.add_parser("final", help="score one setting on the test images")
     final.add_argument("--output", required=True, type=Path, help="the folder of try")
-    final.add_argument("--name", required=True, help="the setting that won")
+    final.add_argument("--name", required=True, help="the setting that won, or a recipe as it is")
     final.add_argument("--data", required=True, help="the training images, labelled; all of them are trained on")
     final.add_argument("--test", required=True, help="labelled images to classify, read by nothing else here")
     add_length(final)
-    final.add_argument("--seed", default=0, type=int)
+    final.add_argument("--seeds", default=[0], type=int, nargs="+")
     chosen = parser.parse_args(arguments)
     try:
         try_settings(chosen) if chosen.command == "try" else test_winner(chosen)
@@ -105,7 +106,7 @@ def one_try(setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, nu
         if (folder / "recipe.yaml").exists():  # an interrupted run goes on
             recipe = load_recipe(folder / "recipe.yaml")
         else:
-            overrides = with_length(setting, overrides, chosen)
+            overrides = with_length(setting, overrides, chosen, seed=chosen.seed)
             every_epochs = overrides["trainer.epochs"] / chosen.probes
             recipe = load_recipe(setting["recipe"], {**overrides, "probes.every_epochs": every_epochs})
         row |= {"epochs": recipe.trainer.epochs} | ({"minutes": chosen.minutes} if chosen.minutes else {})
@@ -116,12 +117,11 @@ def one_try(setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, nu
     if not result.finished:
         raise SystemExit(f"tune.py: {run} was interrupted; the same command goes on with it")
     probes = [metrics for metrics in result.metrics if "knn_top1" in metrics]
-    speeds = sorted(metrics["images_per_second"] for metrics in result.metrics if metrics["images_per_second"] > 0)
     top1 = probes[-1]["knn_top1"]
     row |= {"knn": {str(int(probe["epoch"])): round(probe["knn_top1"], 2) for probe in probes}}  # in percent
     row |= {"standard_error": round(math.sqrt(top1 * (100 - top1) / num_held), 2)}
     row |= {"effective_rank": round(probes[-1]["effective_rank"], 1)}
-    row |= {"images_per_second": speeds[len(speeds) // 2], "seconds": round(time.monotonic() - before, 1)}
+    row |= {"images_per_second": median_speed(result.metrics), "seconds": round(time.monotonic() - before, 1)}
     if "teacher_temperature" in result.metrics[-1]:
         row |= {"teacher_temperature": round(result.metrics[-1]["teacher_temperature"], 4)}
     return row
@@ -131,10 +131,12 @@ def length_name(chosen: argparse.Namespace) -> str:
     return f"e{chosen.epochs}" if chosen.minutes is None else f"m{chosen.minutes:g}"
 
 
-def with_length(setting: Mapping[str, Any], overrides: Mapping[str, Any], chosen: argparse.Namespace) -> dict[str, Any]:
+def with_length(
+    setting: Mapping[str, Any], overrides: Mapping[str, Any], chosen: argparse.Namespace, *, seed: int
+) -> dict[str, Any]:
     """The setting's overrides and `overrides`, with epochs, seed and, for --minutes, shorter warm-ups."""
     changes = setting.get("set", {})
-    together = {**changes, **overrides, "trainer.seed": chosen.seed}
+    together = {**changes, **overrides, "trainer.seed": seed}
     if chosen.minutes is None:
         return {**together, "trainer.epochs": chosen.epochs}
     recipe = load_recipe(setting["recipe"], together)
@@ -146,32 +148,57 @@ def with_length(setting: Mapping[str, Any], overrides: Mapping[str, Any], chosen
 
 def test_winner(chosen: argparse.Namespace) -> None:
     """Train one setting on all training images; its k-NN accuracy on the test images goes to final.jsonl."""
-    from massl.commands.evaluate.command import evaluate
-
-    settings = {row["setting"]: row for row in tried(chosen.output)}
-    if chosen.name not in settings:
-        raise MasslError(f"{chosen.name} was not tried; tried were {', '.join(settings)}")
-    setting, record = settings[chosen.name], chosen.output / _FINAL
+    setting, num_tried = tried_setting(chosen.name, tried(chosen.output))
+    record = chosen.output / _FINAL
     tested = rows_of(record)
     for row in tested:
         if row["recipe"] == setting["recipe"] and row["setting"] != chosen.name:
             raise MasslError(
                 f"{record} holds the test of {row['setting']}: the test images are read for one setting of a recipe"
             )
-    run = f"{chosen.name}-final-{length_name(chosen)}-s{chosen.seed}"
     only_trained = {"data.source": chosen.data, "probes.every_epochs": 0}
-    recipe = load_recipe(setting["recipe"], with_length(setting, only_trained, chosen))
-    folder = pretrain(recipe=recipe, output=chosen.output / "runs" / run).folder
+    runs, name = chosen.output / "runs", f"{chosen.name}-final-{length_name(chosen)}"
+    for seed in chosen.seeds:
+        run = f"{name}-s{seed}"
+        if run in {row["run"] for row in tested}:
+            continue
+        begun = sorted(runs.glob(f"{name}-s*/recipe.yaml"))  # all seeds train as long as the first; see --minutes
+        base = begun[0] if begun else setting["recipe"]
+        overrides = {} if begun else with_length(setting, only_trained, chosen, seed=seed)
+        recipe = load_recipe(base, {**overrides, "trainer.seed": seed})
+        row = {"setting": chosen.name, "recipe": setting["recipe"], "run": run, "num_tried": num_tried}
+        row |= {"set": setting["set"], "seed": seed} | one_test(recipe, chosen, runs / run)
+        with record.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), flush=True)
+
+
+def tried_setting(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], int]:
+    """The setting with this name and how many of its recipe were tried; a recipe as it is needs no trial."""
+    settings = {row["setting"]: row for row in rows}
+    if name not in settings and name not in shipped_recipes():
+        raise MasslError(f"{name} was not tried and is no recipe; tried were {', '.join(settings)}")
+    setting = settings.get(name, {"setting": name, "recipe": name, "set": {}})
+    return setting, sum(row["recipe"] == setting["recipe"] for row in settings.values())
+
+
+def one_test(recipe: PretrainRecipe, chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from massl.commands.evaluate.command import evaluate
+
+    trained = pretrain(recipe=recipe, output=folder)
+    if not trained.finished:
+        raise SystemExit(f"tune.py: {folder.name} was interrupted; the same command goes on with it")
     crop = {"crop_ratio": recipe.probes.crop_ratio, "knn.ks": [recipe.probes.num_neighbours]}
     result = evaluate(
         folder, protocol="knn", train=chosen.data, test=chosen.test, output=folder / "test", overrides=crop
     )
     top1 = next(row.value for row in result.rows if row.metric == "top1")
-    row = {"setting": chosen.name, "recipe": setting["recipe"], "run": run, "num_tried": len(settings)}
-    row |= {"epochs": recipe.trainer.epochs, "top1": top1}
-    with record.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-    print(json.dumps(row), flush=True)
+    return {"epochs": recipe.trainer.epochs, "images_per_second": median_speed(trained.metrics), "top1": top1}
+
+
+def median_speed(metrics: Sequence[Mapping[str, Any]]) -> float:
+    speeds = sorted(row["images_per_second"] for row in metrics if row["images_per_second"] > 0)
+    return float(speeds[len(speeds) // 2])
 
 
 def read_settings(path: Path) -> list[dict[str, Any]]:

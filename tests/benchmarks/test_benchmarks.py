@@ -302,12 +302,15 @@ def test_tune_scores_on_held_out_training_images_and_tests_one_setting_of_a_reci
 
     test = [*data, "--test", str(tmp_path / "test.npz"), "--name"]
     programs["tune"].main(["final", *test, "held"])
-    (row,) = [json.loads(line) for line in (output / "final.jsonl").read_text().splitlines()]
-    assert row["setting"] == "held"
-    assert row["num_tried"] == 3
-    assert 0 <= row["top1"] <= 100
-    with pytest.raises(SystemExit, match="held"):
-        programs["tune"].main(["final", *test, "fast"])
+    programs["tune"].main(["final", *test, "held", "--seeds", "0", "1"])  # trains seed 1 only
+    rows = [json.loads(line) for line in (output / "final.jsonl").read_text().splitlines()]
+    assert [(row["setting"], row["seed"], row["num_tried"]) for row in rows] == [("held", 0, 3), ("held", 1, 3)]
+    assert all(0 <= row["top1"] <= 100 and row["images_per_second"] > 0 for row in rows)
+    for name in ("fast", "demo"):
+        with pytest.raises(SystemExit, match="held"):
+            programs["tune"].main(["final", *test, name])
+    with pytest.raises(SystemExit, match="not tried and is no recipe"):
+        programs["tune"].main(["final", *test, "slow"])
 
     settings.write_text(f"- {{name: fast, recipe: demo, set: {{{small}}}}}\n")
     monkeypatch.setattr(programs["tune"], "steady_speed", lambda *_: Speed(first_pass=1 / 80, later=1 / 80))
