@@ -42,7 +42,7 @@ class BackboneSettings(Settings):
         "", description="small: 3 x 3 stem without downsampling, ResNets on 32-px images"
     )
     drop_path_rate: float = Field(0.1, ge=0.0, lt=1.0, description="student's stochastic depth, rising over depth")
-    timm_options: dict[str, int | float | bool | str] = Field(
+    timm_options: dict[str, int | float | bool | str | list[int]] = Field(
         default_factory=dict,
         description="further options of timm's architecture in a YAML recipe, e.g. {depth: 6, embed_dim: 192}",
     )

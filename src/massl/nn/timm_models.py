@@ -46,6 +46,19 @@ class _Whole:
 
 
 @dataclass(frozen=True)
+class _Stages:
+    """One number a stage."""
+
+    of_one: _Whole
+
+    def admits(self, value: Any) -> bool:
+        return isinstance(value, list | tuple) and len(value) == 4 and all(self.of_one.admits(one) for one in value)
+
+    def __str__(self) -> str:
+        return f"a list of 4, each {self.of_one}"
+
+
+@dataclass(frozen=True)
 class _Number:
     low: float
     high: float
@@ -76,7 +89,7 @@ class _YesNo:
         return "true or false"
 
 
-_Rule = _Whole | _Number | _Word | _YesNo
+_Rule = _Whole | _Stages | _Number | _Word | _YesNo
 _POOLS = ("", "avg", "avgmax", "catavgmax", "max", "token", "map", "fast", "fastavg")
 _ACTIVATIONS = (
     *("relu", "relu6", "leaky_relu", "elu", "celu", "selu", "prelu", "silu", "swish", "mish", "sigmoid", "tanh"),
@@ -108,6 +121,8 @@ OPTIONS: dict[str, _Rule] = {
     "num_classes": _Whole(0, 100_000),
     **_each("embed_dim num_features head_hidden_size", _Whole(1, 16_384)),
     "depth": _Whole(1, 256),
+    **_each("layers depths", _Stages(_Whole(1, 64))),  # of ResNets, of ConvNeXts
+    **_each("channels dims", _Stages(_Whole(1, 4096))),
     **_each("num_heads cardinality base_width stem_width stem_size head_dim group_size", _Whole(1, 4096)),
     **_each("reg_tokens num_reg_tokens", _Whole(0, 1024)),
     "swiglu_align_to": _Whole(0, 1024),
