@@ -88,7 +88,7 @@ def _type_problem(exit_request: SystemExit, arguments: Sequence[str]) -> str | N
         return None
     position = next(at for at, word in enumerate(arguments) if _is_given_as(option, word))
     following = itertools.takewhile(lambda word: not word.startswith("--"), arguments[position + 1 :])
-    given = shlex.join([arguments[position].replace("=", " ", 1), *following])
+    given = shlex.join([*arguments[position].split("=", 1), *following])
     return f"{given}: expected {_in_words(argument.metavar or '')}"
 
 

@@ -113,6 +113,7 @@ def test_a_value_of_the_wrong_type_is_named_with_its_option_and_what_is_expected
     with pytest.raises(UsageError) as caught:
         parse(Typed, "try", "", given)
     assert [word for word in words if word not in str(caught.value)] == []
+    assert str(caught.value).startswith(words[0])  # the option first, not in quotes
     assert "literal" not in str(caught.value)
     assert "massl try --help" in str(caught.value)
 
