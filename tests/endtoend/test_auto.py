@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+import massl
 from massl.commands.pretrain_arguments import default_output, parse_pretrain
+from massl.config import MasslError
 from massl.planning import trial
 
 # what makes a run of seconds; auto chooses the rest
@@ -97,6 +99,22 @@ def test_what_cannot_be_planned_is_said(photos: Path, massl_here: Any, arguments
     answer = massl_here(*arguments)
     assert answer.status in (1, 2)
     assert re.search(message, answer.text), answer.text
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("trainer.epochs", "a whole number"),
+        ("trainer.batch_size", "a whole number"),
+        ("method.memory.num_rows", "a whole number"),
+        ("optimizer.learning_rate", "a number"),
+        ("method.head.batch_norm", "True or False"),
+    ],
+)
+def test_in_python_a_value_of_the_wrong_type_is_named(photos: Path, tmp_path: Path, key: str, expected: str) -> None:
+    with pytest.raises(MasslError, match=rf"{key}: expected {expected} \(got 'two'\)"):
+        massl.pretrain(photos, output=tmp_path / "run", overrides={key: "two"})
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from typing import Any
 
 from massl.commands.console import message_console, print_line
 from massl.commands.device import choose_device
-from massl.commands.pretrain_arguments import recipe_of_run, resolve_recipe
+from massl.commands.pretrain_arguments import checked_for_auto, recipe_of_run, resolve_recipe
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.recipes import AUTO
 from massl.commands.timing import (
@@ -113,6 +113,8 @@ def _automatic(
     given = overrides | ({} if data is None else {"data.source": str(data)})
     if not given.get("data.source"):
         raise RecipeError("no images named: give a folder of images, e.g. massl pretrain photos/")
+    if given.get("method.name", "massl") == "massl":  # another one is refused, once the images are known
+        given = checked_for_auto(given)
     reading = {key: value for key, value in given.items() if key.startswith("data.")}
     source = training_images(
         validate(PretrainRecipe, merge({}, reading, PretrainRecipe), origin="auto"), may_download=True

@@ -12,7 +12,7 @@ from pydantic import Field, create_model
 from massl.commands.arguments import parse
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.commands.recipes import AUTO
-from massl.config import RecipeError, UsageError, dotted, merge, validate
+from massl.config import RecipeError, UsageError, dotted, flatten, merge, validate
 from massl.methods import METHODS
 from massl.planning.choice import choose
 from massl.planning.facts import DeviceFacts, ImageFacts
@@ -33,6 +33,8 @@ torchrun --nproc-per-node 4 -m massl pretrain ..."""
 _EXAMPLE = "10,000 photographs on a GPU of 24 GiB"  # whose values --help shows when no recipe is given
 _EXAMPLE_IMAGES = ImageFacts(num_images=10_000, sizes=((375, 500),), num_sampled=1)
 _EXAMPLE_DEVICE = DeviceFacts(kind="cuda", name="GPU", memory_gib=24, num_cores=8, host_gib=64)
+# a given number of rows or block size is checked against what auto derives from it, not against the example's
+_ANY_MEMORY = {"method.memory.num_rows": 2**62, "method.memory.block_size": 1}
 
 
 class PretrainArguments(PretrainRecipe):
@@ -127,10 +129,18 @@ def _base_recipe(
         return load_recipe(name or recipe_of_run(run, start, data=data), given)
     if given.get("method.name", "massl") != "massl":
         return validate(PretrainRecipe, {"method": {"name": given["method.name"]}}, origin="auto")
+    return _example_recipe(given if is_help else {**_ANY_MEMORY, **given})
+
+
+def _example_recipe(given: Mapping[str, Any]) -> PretrainRecipe:
     values = merge({}, choose(_EXAMPLE_IMAGES, _EXAMPLE_DEVICE, {}).values, PretrainRecipe)
-    # a given number of rows or block size is checked against what auto derives from it, not against the example's
-    memory = {} if is_help else {"method.memory.num_rows": 2**62, "method.memory.block_size": 1}
-    return validate(PretrainRecipe, merge(values, {**memory, **given}, PretrainRecipe), origin="auto")
+    return validate(PretrainRecipe, merge(values, given, PretrainRecipe), origin="auto")
+
+
+def checked_for_auto(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values given to auto for massl, of the right types; raises for a wrong one, before auto reckons with it."""
+    checked = flatten(_example_recipe({**_ANY_MEMORY, **given}))
+    return {key: checked.get(key, value) for key, value in given.items()}
 
 
 def _images_of(arguments: Sequence[str]) -> str | None:
