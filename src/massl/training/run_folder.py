@@ -13,6 +13,7 @@ from typing import Any
 
 from massl.config import MasslError, RecipeError, Settings, flatten, read_yaml, to_yaml, validate
 from massl.data.identity import DataIdentity
+from massl.data.sources.base import DataError
 from massl.data.sources.rules import PixelRanges
 from massl.files import is_leftover, make_folder, open_in_place, read_limited, write_atomically
 from massl.training.checkpoint import CheckpointStore
@@ -52,14 +53,7 @@ _START = "start.json"
 PLAN_FILE = "plan.txt"  # what the recipe auto chose, and why
 _OWN = frozenset({_LOCK, _START, PLAN_FILE, *DataRecord.FILES})  # written before training
 _LOGS = ("metrics.jsonl", "metrics.rejected.jsonl", "warnings.jsonl", "warnings.rejected.jsonl")
-_FILES = (
-    *sorted(_OWN),
-    "recipe.yaml",
-    "environment.json",
-    BACKBONE_FILE,
-    BEST_FILE,
-    *_LOGS,
-)  # all that training writes
+_FILES = (*sorted(_OWN), "recipe.yaml", "environment.json", BACKBONE_FILE, BEST_FILE, *_LOGS)  # all training writes
 _FOLDERS = ("checkpoints", "tensorboard")
 _MAX_START_BYTES = 1 << 20
 
@@ -220,17 +214,26 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _removed_unless_begun(self, made: Iterable[Path]) -> Iterator[None]:
-        """On an error before training, remove all files of the run, and the folders made for it."""
+        """On an error before training, remove all files of the run, and the folders made for it.
+
+        Images and recipes that turn out wrong in the first batch or probe count as well: only step 0 is logged then.
+        """
         try:
             yield
-        except BaseException:
-            if not self.has_begun:
-                for name in ("recipe.yaml", "environment.json", *sorted(_OWN - {_LOCK}), _LOCK):  # the lock last
-                    (self.path / name).unlink(missing_ok=True)
+        except BaseException as error:
+            if not self.has_begun or (isinstance(error, DataError | RecipeError) and not self._has_trained):
+                events = (self.path / "tensorboard").glob("events.out.tfevents.*")
+                for file in (*events, *(self.path / name for name in _FILES if name != _LOCK), self.path / _LOCK):
+                    file.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):  # another process has put a file there
-                    for folder in made:
+                    for folder in (*self.path.glob("tensorboard"), *made):
                         folder.rmdir()
             raise
+
+    @property
+    def _has_trained(self) -> bool:
+        log = self.path / "metrics.jsonl"
+        return self.checkpoints.is_dir() or (log.exists() and log.read_bytes().count(b"\n") > 1)
 
     def _record(self) -> None:
         try:

@@ -14,6 +14,7 @@ from massl.commands.ablate import command as ablate
 from massl.config import MasslError
 from massl.data.sources.base import DataError
 from massl.training.run_folder import RunFolderError
+from massl.training.trainer import Trainer
 from tests.reliability.world import TINY_RECIPE, tiny_images
 
 
@@ -100,6 +101,39 @@ def test_a_start_from_a_folder_without_weights_leaves_nothing(recipe: Path, arch
     with pytest.raises(MasslError, match="is no model"):
         massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", init=tmp_path / "none")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("every_epochs", [0, 1])
+def test_images_that_cannot_be_read_leave_nothing_and_may_be_repaired(
+    recipe: Path, tmp_path: Path, every_epochs: int
+) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(48):
+        (tmp_path / "photos" / f"{number:02d}.png").write_bytes(b"no image")
+    Image.fromarray(tiny_images(1)[0]).save(tmp_path / "photos" / "47.png")
+    before = left(tmp_path)
+    # workers that read ahead would meet the images before the first row is written
+    short = {"trainer.max_steps": 1, "probes.every_epochs": every_epochs, "data.num_workers": 0}
+    given: dict[str, Any] = {"recipe": recipe, "data": tmp_path / "photos", "overrides": short}
+    with pytest.raises(DataError, match="cannot be read"):
+        massl.pretrain(**given, output=tmp_path / "run")
+    assert left(tmp_path) == before
+    for number, image in enumerate(tiny_images(48)):
+        Image.fromarray(image).save(tmp_path / "photos" / f"{number:02d}.png")
+    assert massl.pretrain(**given, output=tmp_path / "run").finished
+
+
+def test_images_that_are_lost_after_some_steps_leave_the_run(
+    recipe: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_images(trainer: Trainer, done: int) -> None:
+        raise DataError("all images are gone")
+
+    monkeypatch.setattr(Trainer, "save", lose_images)
+    short = {"trainer.max_steps": 2, "trainer.log_every_steps": 1, "probes.every_epochs": 0}
+    with pytest.raises(DataError, match="all images are gone"):
+        massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", overrides=short)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_start_that_is_refused_leaves_a_run_as_it_was(recipe: Path, archive: Path, tmp_path: Path) -> None:
