@@ -4,7 +4,7 @@ import torch
 from rich.console import Console
 
 from massl import distributed
-from massl.commands.console import print_line, working
+from massl.commands.console import working
 from massl.commands.recipe import PretrainRecipe
 from massl.config import RecipeError, flatten
 from massl.data.sources import ImageSource
@@ -22,14 +22,15 @@ def counted_gib(recipe: PretrainRecipe, device: torch.device) -> float | None:
     return computed_gib(values, device_kind=device.type, num_processes=distributed.world_size())
 
 
-def require_memory(recipe: PretrainRecipe, source: ImageSource, device: torch.device, console: Console) -> None:
+def require_memory(recipe: PretrainRecipe, source: ImageSource, device: torch.device, console: Console) -> str:
     """Refuse a run that cannot fit. By count first; a GPU that is near its limit is tried with small batches.
 
-    Networks other than plain ViTs cannot be counted and are not tried: `massl plan` measures them.
+    Returns a warning where the count alone says so, else "". Networks other than plain ViTs cannot be counted and are
+    not tried: `massl plan` measures them.
     """
     counted, free = counted_gib(recipe, device), free_memory_gib(device)
     if counted is None or counted <= _SURE_SHARE * free:
-        return
+        return ""
     if device.type == "cuda" and distributed.world_size() == 1:
         with working(console, "measuring the memory of a step"):
             memory = measured_memory(recipe, source, device)
@@ -37,7 +38,8 @@ def require_memory(recipe: PretrainRecipe, source: ImageSource, device: torch.de
             raise RecipeError(too_large(recipe, memory.needed, free, "the GPU"))
     elif counted > free:
         where = "this machine" if device.type == "cpu" else "the GPU"
-        print_line(console, f"warning: {too_large(recipe, counted, free, where)}", style="yellow")
+        return too_large(recipe, counted, free, where)
+    return ""
 
 
 def measured_memory(recipe: PretrainRecipe, source: ImageSource, device: torch.device) -> Memory:

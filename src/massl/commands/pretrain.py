@@ -38,6 +38,7 @@ from massl.data.sources import ImageSource, held_out, remarks_of
 from massl.methods import build_method
 from massl.methods.base import Method, TrainingPlan
 from massl.nn.backbone import refuse_published_weights
+from massl.training.checkpoint import CheckpointStore
 from massl.training.environment import ENVIRONMENT_FILE, describe_environment
 from massl.training.metrics_log import read_metrics
 from massl.training.probes import Probe
@@ -112,7 +113,6 @@ def pretrain(
         with claimed, host_threads_for(device):
             if found.plan is not None and distributed.is_main():
                 folder.write_text(PLAN_FILE, found.explanation)
-            require_memory(resolved, source, device, console)
             result = _train(start, source, folder, device, console)
     finally:
         distributed.stop()
@@ -136,6 +136,9 @@ def main(arguments: Sequence[str]) -> int:
 def _train(start: Start, source: ImageSource, folder: RunFolder, device: torch.device, console: Console) -> FitResult:
     recipe = start.recipe
     cautions = Cautions(console, printed=[remark for remark in remarks_of(source) if "caution: " in remark])
+    steps = CheckpointStore(folder.checkpoints, recipe.trainer.keep_checkpoints).steps()
+    if warning := require_memory(recipe, source, device, console):
+        cautions.add(warning, keep=not steps)  # other numbers whenever the run is continued, as for the duration
     skipped = SkippedImages(console)
     source, held = held_out(source, recipe.data.hold_out) if recipe.data.hold_out > 0 else (source, None)
     trainer = _build(recipe, source, held, folder, device, console, skipped=skipped, cautions=cautions)
@@ -143,9 +146,8 @@ def _train(start: Start, source: ImageSource, folder: RunFolder, device: torch.d
     announce_execution(trainer, console)
     for caution in trainer.method.cautions(_training_plan(recipe, source)):
         cautions.add(caution)
-    steps = trainer.store.steps()
     if (duration := caution_on_duration(recipe, trainer, len(source), console)) is not None:
-        cautions.add(duration, keep=not steps)  # it says other numbers whenever the run is continued
+        cautions.add(duration, keep=not steps)
     if recipe.init.weights is not None and not steps:
         load_start(trainer, start, console)
     if max(steps, default=0) < trainer.end_step:

@@ -73,11 +73,13 @@ def test_a_trial_that_does_not_fit_itself_is_a_refusal(
         require_memory(recipe, source, GPU, console)
 
 
-def test_on_a_cpu_the_count_warns(recipe: PretrainRecipe, source: ImageSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = io.StringIO()
+def test_on_a_cpu_the_count_warns(
+    recipe: PretrainRecipe, source: ImageSource, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
     having(monkeypatch, 4)
-    require_memory(recipe, source, torch.device("cpu"), Console(file=printed, width=500))
-    assert "but this machine has 4.0 free" in printed.getvalue()
+    assert "but this machine has 4.0 free" in require_memory(recipe, source, torch.device("cpu"), console)
+    having(monkeypatch, 80)
+    assert require_memory(recipe, source, torch.device("cpu"), console) == ""
 
 
 def test_networks_that_cannot_be_counted_are_left_alone(

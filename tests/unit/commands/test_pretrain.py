@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 import massl
-from massl.commands import plan
+from massl.commands import memory_check, plan
 from massl.commands import pretrain as command
 from massl.commands.ablate import command as ablate
 from massl.config import MasslError
@@ -151,6 +151,18 @@ def test_cautions_before_training_are_kept_with_the_run(recipe: Path, archive: P
     rows = [json.loads(line) for line in (tmp_path / "run" / "warnings.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0]
     assert "method.memory.num_rows = 64" in rows[0]["warning"]
+
+
+def test_too_little_memory_is_warned_of_and_kept_once(
+    recipe: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (1, 2):
+        monkeypatch.setattr(memory_check, "free_memory_gib", lambda device, free=steps: free / 1e6)
+        short = {"trainer.max_steps": steps, "probes.every_epochs": 0}
+        massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", overrides=short)
+        assert capsys.readouterr().err.count("warning: a step of this run needs about") == 1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "warnings.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "a step of this run needs about" in row["warning"]] == [0]
 
 
 def test_an_unreadable_file_counts_once_though_training_and_probe_meet_it(
