@@ -79,9 +79,9 @@ class SkippedImages:
         self.say: Callable[..., None] = partial(print_line, console)  # a progress bar prints above itself instead
         self._named: set[str] = set()
 
-    def add(self, message: str, source_name: str = "") -> None:
-        """`message`: the image's key and the reason. A file that two sources share is counted once."""
-        place = str(Path(source_name).absolute() / message)  # keys of a folder are paths within it
+    def add(self, message: str, home: str = "") -> None:
+        """`message`: the image's key and the reason; `home`: see `home_of`. A file of two sources is counted once."""
+        place = str(Path(home).absolute() / message)  # keys of a folder are paths within it
         if place not in self._named:
             self._named.add(place)
             self.say(f"warning: skipped an unreadable image: {message}", style="yellow")

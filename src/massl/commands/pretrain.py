@@ -34,7 +34,7 @@ from massl.data.loading.gpu_decode import jpeg_decoder
 from massl.data.loading.image_reader import label_number
 from massl.data.loading.loader import Loader
 from massl.data.order import EpochOrder
-from massl.data.sources import ImageSource, held_out, remarks_of
+from massl.data.sources import ImageSource, held_out, home_of, remarks_of
 from massl.methods import build_method
 from massl.methods.base import Method, TrainingPlan
 from massl.nn.backbone import refuse_published_weights
@@ -195,7 +195,7 @@ def _build(
         order,
         cache,
         device,
-        on_skip=lambda message: skipped.add(message, source.name),
+        on_skip=lambda message: skipped.add(message, home_of(source)),
         on_note=cautions.add,
     )
     as_before = folder.data is not None and folder.data.as_before

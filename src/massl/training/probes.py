@@ -15,7 +15,7 @@ from massl.data.loading.gpu_decode import jpeg_decoder
 from massl.data.loading.loader import ImageBatch, Loader
 from massl.data.loading.range_sample import settle_ranges
 from massl.data.settings import DataSettings
-from massl.data.sources import ImageSource, files_of, label_doubt, open_source
+from massl.data.sources import ImageSource, files_of, home_of, label_doubt, open_source
 from massl.data.views import ViewSettings, make_views
 from massl.methods.base import Method, StepHyper
 from massl.ops.image_ops import centre_view, normalise
@@ -66,7 +66,7 @@ class Probe:
         seed: int,
         device: torch.device,
         cache: ImageCache | None = None,
-        on_skip: Callable[[str, str], None],  # message, name of the source
+        on_skip: Callable[[str, str], None],  # message, home of the source
         as_before: bool = False,
     ) -> None:
         """`held_out`: images kept out of training, the queries if the settings name no set.
@@ -222,7 +222,7 @@ class Probe:
             device=self._device,
             batch_decoder=jpeg_decoder(self._data.decoder, self._device),
             cache=self._cache,
-            on_skip=lambda message: self._on_skip(message, subset.source.name),
+            on_skip=lambda message: self._on_skip(message, home_of(subset.source)),
         )
         features, labels = [], []
         try:

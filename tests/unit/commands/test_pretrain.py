@@ -165,8 +165,11 @@ def test_too_little_memory_is_warned_of_and_kept_once(
     assert [row["step"] for row in rows if "a step of this run needs about" in row["warning"]] == [0]
 
 
+@pytest.mark.parametrize(
+    ("source", "hold_out"), [("{0}", 0.0), ("{0}", 0.2), ("folder:{0}?labels=none", 0.0), ("{0}/../link", 0.0)]
+)
 def test_an_unreadable_file_counts_once_though_training_and_probe_meet_it(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, hold_out: float
 ) -> None:
     for number, image in enumerate(tiny_images(64)):
         folder = tmp_path / "photos" / "train" / f"class{number % 4}"
@@ -177,8 +180,11 @@ def test_an_unreadable_file_counts_once_though_training_and_probe_meet_it(
         "probes.database": str(tmp_path / "photos" / "train"),
         "probes.queries": str(tmp_path / "photos" / "train"),
     }
+    (tmp_path / "link").symlink_to(tmp_path / "photos")
     short = {"trainer.max_steps": 8, "probes.max_queries": 64, "data.num_workers": 0, **probed}
-    massl.pretrain(recipe=recipe, data=tmp_path / "photos", output=tmp_path / "run", overrides=short)
+    short["data.hold_out"] = hold_out
+    data = source.format(tmp_path / "photos")
+    massl.pretrain(recipe=recipe, data=data, output=tmp_path / "run", overrides=short)
     said = capsys.readouterr().err
     assert said.count("skipped an unreadable image") == 1
     assert "skipped 1 unreadable image in all" in said

@@ -21,6 +21,7 @@ __all__ = [
     "ImageSource",
     "files_of",
     "held_out",
+    "home_of",
     "label_doubt",
     "open_source",
     "remarks_of",
@@ -88,6 +89,13 @@ def remarks_of(source: ImageSource) -> list[str]:
     if isinstance(source, JoinedSource):
         return [remark for part in source.parts for remark in remarks_of(part)]
     return [f"{source.name}: {remark}" for remark in source.remarks] if isinstance(source, FolderSource) else []
+
+
+def home_of(source: ImageSource) -> str:
+    """What the keys of its images are relative to, equal for sources that share files; the name if it is no folder."""
+    if isinstance(source, SubsetSource):
+        return home_of(source.in_whole(())[0])
+    return str(source.root.resolve()) if isinstance(source, FolderSource) else source.name
 
 
 def files_of(source: ImageSource) -> list[ImageFiles]:

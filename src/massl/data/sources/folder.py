@@ -50,7 +50,7 @@ class FolderSource:
         self.name = name
         self.rules = rules
         self.maybe_deep = array("q")  # images that may have more than 8 bits, by their suffix
-        self._root = root
+        self.root = root
         self._orientation = known_orientation(orientation, name=name)
         # all file names in one string: the 1.28 million of ImageNet take 36 MB, a list of paths 112 MB
         self._file_names = bytearray()
@@ -87,11 +87,11 @@ class FolderSource:
 
     def read(self, index: int) -> EncodedImage:
         key, turn_upright = self.key_of(index), self._orientation == "exif"
-        data = read_file(self._root / key, self.rules)
+        data = read_file(self.root / key, self.rules)
         return EncodedImage(data=data, label=self.label_of(index), key=key, turn_upright=turn_upright, rules=self.rules)
 
     def path_of(self, index: int) -> Path:
-        return self._root / self.key_of(index)
+        return self.root / self.key_of(index)
 
     def label_of(self, index: int) -> int | None:
         return None if self.class_names is None else self._folder_labels[bisect_right(self._folder_ends, index)]
@@ -111,12 +111,12 @@ class FolderSource:
 
     @cached_property
     def _fingerprint(self) -> str:
-        files = digest_of_files(self._root, map(self.key_of, range(len(self))))
+        files = digest_of_files(self.root, map(self.key_of, range(len(self))))
         return hashlib.sha256(f"{self._reading}{self.rules.key} {files}".encode()).hexdigest()
 
     def contents(self) -> Contents:
         return Contents(
-            f"{self._reading}{self.rules.ranges.key}", sizes_of_files(self._root, map(self.key_of, range(len(self))))
+            f"{self._reading}{self.rules.ranges.key}", sizes_of_files(self.root, map(self.key_of, range(len(self))))
         )
 
     @property
