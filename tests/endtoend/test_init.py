@@ -1,6 +1,7 @@
 """--init: runs that start from existing weights."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import pytest
 import torch
 
 import massl
+from massl.commands.plan import plan
 from massl.commands.recipe import PretrainRecipe
 from massl.config import MasslError, read_yaml
 from massl.methods import METHODS
+from massl.planning import trial
 from massl.training.checkpoint import load_checkpoint
 from massl.weights.models import open_model
 
@@ -182,6 +185,22 @@ def test_a_recipe_alone_opens_no_weights(old: Path, start: Any, archive: Path, t
     with pytest.raises(MasslError, match="only if you name them: init"):
         massl.pretrain(archive, recipe=run / "recipe.yaml", output=tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+
+
+def test_the_command_of_a_plan_names_the_weights_of_the_recipe(
+    old: Path, start: Any, archive: Path, tmp_path: Path, massl_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_SECONDS", {"cpu": 0.05})
+    file = start("run", old, steps=1) / "recipe.yaml"
+    planned = massl_here("plan", archive, "--recipe", file, "--output", tmp_path / "copy")
+    command = planned.output.partition("start it: massl ")[2]
+    assert command.count("--init ") == 1
+    answer = massl_here(*shlex.split(command))
+    assert answer.status == 0, answer.text
+    assert f"starting from all weights of {old}" in answer.text
+    named = plan(archive, recipe=file, overrides={"init": {"weights": str(old)}})
+    assert shlex.split(named.command).count("--init.weights") == 1
+    assert "--init " not in named.command
 
 
 def test_a_checkpoint_of_a_run_can_be_named(old: Path, start: Any) -> None:

@@ -17,7 +17,7 @@ from massl.commands.memory_check import counted_gib, measured_memory, too_large
 from massl.commands.pretrain_arguments import default_output, parse_pretrain
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.timing import WARM_UPS, images_per_epoch, steady_speed
-from massl.config import RecipeError, flatten
+from massl.config import RecipeError, dotted, flatten
 from massl.data.sources import ImageSource, held_out
 from massl.planning.costs import Memory, Speed
 from massl.planning.facts import (
@@ -79,7 +79,7 @@ def plan(
     overrides: Mapping[str, Any] | None = None,
 ) -> RunPlan:
     """What `pretrain` with the same arguments would train, and the memory, time and disk it would need."""
-    changes = {**(overrides or {}), **({} if epochs is None else {"trainer.epochs": epochs})}
+    changes = {**dotted(overrides or {}, PretrainRecipe), **({} if epochs is None else {"trainer.epochs": epochs})}
     words = [str(data)]
     words += [] if recipe is None or isinstance(recipe, PretrainRecipe) else ["--recipe", str(recipe)]
     words += [word for key, value in changes.items() for word in (f"--{key}", str(value))]
@@ -126,7 +126,8 @@ def _cost(found: Resolved, output: Path, words: Sequence[str], *, may_download: 
     length = [] if found.speed is None else ["--trainer.epochs", str(epochs)]
     if found.speed is not None and found.plan is None:  # auto derives its warm-ups from the epochs
         length += [word for key in WARM_UPS if values.get(key) for word in (f"--{key}", f"{values[key]:g}")]
-    command = shlex.join(["massl", "pretrain", *words, *length, "--output", str(output)])
+    init = _named_init(recipe, words)
+    command = shlex.join(["massl", "pretrain", *words, *init, *length, "--output", str(output)])
     return RunPlan(
         recipe=recipe,
         explanation=found.explanation,
@@ -145,6 +146,12 @@ def _cost(found: Resolved, output: Path, words: Sequence[str], *, may_download: 
         output=output,
         command=command,
     )
+
+
+def _named_init(recipe: PretrainRecipe, words: Sequence[str]) -> list[str]:
+    """The option that names the weights of the recipe: pretrain opens only weights that the command names."""
+    is_named = any(word.partition("=")[0] in ("--init", "--init.weights") for word in words)
+    return [] if is_named or recipe.init.weights is None else ["--init", recipe.init.weights]
 
 
 def _memory(
