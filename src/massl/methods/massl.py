@@ -47,6 +47,8 @@ from massl.ops.scoring.feature_health import embedding_spread
 # The teacher view stored in the memory: the second global one, with solarisation and little blur (figure 1 and the
 # authors' code; the paper's pseudo-code says the first).
 _ENQUEUED_VIEW = 1
+# Metric: the part of the loss that compares with the memory, if it is not the whole loss (instance_weight).
+_MEMORY_LOSS = "memory_loss"
 # Share of the largest possible teacher entropy above which runs learn slowly. After a tenth of the run, no good run was
 # above 0.84 (docs/results/cifar10/run1-paper-views.jsonl: 0.834); three were above 0.85 and learnt less than similar
 # ones: six_temp07 and six_nobn of docs/results/lightly-cifar10/pilots.jsonl, and
@@ -111,8 +113,8 @@ class MaSSL(Method):
             metrics = {"teacher_temperature": torch.as_tensor(temperature), BATCH_ENTROPY: entropy}
         if self.settings.instance_weight:
             instance_loss, top1 = self._instance_loss(student, teacher)
+            metrics |= {"contrastive_top1": top1, _MEMORY_LOSS: loss.detach()}
             loss = torch.lerp(loss, instance_loss, self.settings.instance_weight)
-            metrics |= {"contrastive_top1": top1}
         carry = {"memory_rows": teacher[min(_ENQUEUED_VIEW, len(teacher) - 1)]}
         return StepOutput(loss=loss, metrics=metrics, carry=carry)
 
@@ -211,11 +213,12 @@ def winner_share(queries: Tensor, blocks: Tensor) -> float:  # [N, D], [B, N_b, 
 def memory_collapse_signs(metrics: Mapping[str, float], *, block_size: int) -> list[str]:
     """Signs of collapse in a probe's metrics, also for reports, which have no network."""
     signs = []
-    most = math.log(block_size)
+    most, loss = math.log(block_size), metrics.get(_MEMORY_LOSS, metrics["loss"])
     # A loss at or above ln(block_size) under a teacher that does prefer rows is a student that still disagrees with it.
-    if abs(metrics["loss"] - most) < 0.005 * most and metrics["teacher_entropy"] > 0.95 * most:
+    if abs(loss - most) < 0.005 * most and metrics["teacher_entropy"] > 0.95 * most:
+        name = "memory loss" if _MEMORY_LOSS in metrics else "loss"
         guessing = f"random guessing over a block (ln {block_size} = {most:.3f})"
-        signs.append(f"the loss {metrics['loss']:.3f} is that of {guessing}, and the teacher prefers no row either")
+        signs.append(f"the {name} {loss:.3f} is that of {guessing}, and the teacher prefers no row either")
     if metrics["teacher_entropy"] < 0.05:
         entropy = f"entropy {metrics['teacher_entropy']:.3f} nats"
         signs.append(f"the teacher puts all weight on one memory row ({entropy})")

@@ -150,6 +150,8 @@ def test_a_share_of_the_loss_can_tell_the_images_of_a_batch_apart(student_views:
     ]
     torch.testing.assert_close(output.loss, 0.75 * memory_only.loss + 0.25 * torch.stack(terms).mean())
     assert 0 <= float(output.metrics["contrastive_top1"]) <= 100
+    assert torch.equal(output.metrics["memory_loss"], memory_only.loss)
+    assert not output.metrics["memory_loss"].requires_grad
     assert memory_only.metrics == {}
     output.loss.backward()
     assert all(parameter.grad is None for parameter in mixed.teacher.parameters())
@@ -329,6 +331,14 @@ def test_a_healthy_run_shows_no_sign_of_collapse_and_each_kind_of_collapse_is_na
     ]:
         (sign,) = method.collapse_signs(healthy | change)
         assert message in sign
+
+
+def test_where_the_loss_is_a_mixture_its_memory_part_is_compared_with_guessing() -> None:
+    most = math.log(8)
+    even = {"teacher_entropy": 0.96 * most, "embedding_spread": 0.9}
+    (sign,) = tiny_method().collapse_signs(even | {"loss": 0.8 * most, "memory_loss": 0.999 * most})
+    assert "the memory loss 2.077 is that of random guessing over a block" in sign
+    assert tiny_method().collapse_signs(even | {"loss": most, "memory_loss": 0.8 * most}) == []
 
 
 def test_an_even_teacher_is_slow_but_not_collapsed() -> None:
