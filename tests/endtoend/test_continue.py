@@ -46,13 +46,23 @@ def test_the_folder_alone_continues_a_run_bit_for_bit(
     runs.assert_bitwise_equal(tmp_path / "run", tmp_path / "whole")
 
 
+def test_a_new_run_is_not_suggested_in_a_folder_of_other_things(massl_here: Any, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for options in (["--output", tmp_path], ["--init", tmp_path / "notes.txt"]):
+        answer = massl_here("pretrain", *options)
+        assert answer.status == 1
+        assert "no run is there" in answer.text
+        assert "--output" not in answer.text.partition("Start one with: ")[2]
+    assert f"photos/ --init {tmp_path / 'notes.txt'}" in answer.text
+
+
 def test_a_new_folder_without_images_is_refused(massl_here: Any, tmp_path: Path) -> None:
     answer = massl_here("pretrain", "--output", tmp_path / "new")
     assert answer.status == 1
     assert "no run is there" in answer.text
     assert "carp-" not in answer.text  # not a list of all recipes
-    command = answer.text.partition("Start one with: massl pretrain ")[2].partition(" (")[0]
-    call = parse_pretrain(shlex.split(command))
+    assert "Give images, or a recipe that names them" in answer.text
+    call = parse_pretrain(shlex.split(answer.text.partition("Start one with: massl pretrain ")[2]))
     assert (call.recipe, call.data, call.output) == ("auto", "photos/", str(tmp_path / "new"))
     with pytest.raises(MasslError, match="no run is there"):
         massl.pretrain(output=tmp_path / "new")

@@ -178,15 +178,24 @@ def default_output(data: str | Path | None) -> Path:
     return Path("runs") / (re.sub(r"[^\w.-]+", "-", name.removesuffix(".npz")).strip("-.")[:100] or "images")
 
 
-def recipe_of_run(*runs: str | Path | None, data: str | Path | None = None) -> Path:
+def recipe_of_run(output: str | Path | None, init: str | Path | None, *, data: str | Path | None = None) -> Path:
     """The recipe that the first of the folders keeps, so that --output alone continues a run."""
+    runs = (output, init)
     for run in runs:
         if run is not None and (file := Path(run).expanduser() / "recipe.yaml").is_file():
             return file
     named = [str(run) for run in runs if run is not None]
     none = f"{' and '.join(named)}: no run is there to take the recipe from. " if named else "which images? "
-    start = ["massl", "pretrain", str(data or "photos/"), *(["--output", *named[:1]] if named else [])]
-    raise RecipeError(f"{none}Start one with: {shlex.join(start)} (massl recipes lists all recipes)")
+    start = ["massl", "pretrain", str(data or "photos/")]
+    if output is not None and _is_free(Path(output).expanduser()):  # a new run is refused in any other folder
+        start += ["--output", str(output)]
+    start += [] if init is None else ["--init", str(init)]
+    give = "Give images, or a recipe that names them (massl recipes lists all recipes)."
+    raise RecipeError(f"{none}{give} Start one with: {shlex.join(start)}")
+
+
+def _is_free(folder: Path) -> bool:
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str | None:
