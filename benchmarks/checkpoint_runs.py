@@ -101,7 +101,7 @@ def train(name: str, folder: Path, values: Mapping[str, Any]) -> list[dict[str, 
     try:
         result = pretrain(
             output=folder / name,
-            recipe="demo",
+            recipe="demo-vit",
             overrides={**values, "method.name": method, **_METHOD.get(method, {}), **changed},
             init=folder / start if start else None,
         )

@@ -287,9 +287,9 @@ def test_tune_scores_on_held_out_training_images_and_tests_one_setting_of_a_reci
     small = "trainer.batch_size: 16, method.memory.num_rows: 64, method.memory.block_size: 16, views.num_local: 0"
     settings, output = tmp_path / "settings.yaml", tmp_path / "tuning"
     settings.write_text(
-        f"- {{name: fast, recipe: demo, predicted: 90, set: {{{small}, method.teacher.momentum: 0.5}}}}\n"
-        f"- {{name: held, recipe: demo, set: {{{small}, method.teacher.entropy: 1.0}}}}\n"
-        f"- {{name: wrong, recipe: demo, set: {{{small}, method.teacher.entropy: 50}}}}\n"
+        f"- {{name: fast, recipe: demo-vit, predicted: 90, set: {{{small}, method.teacher.momentum: 0.5}}}}\n"
+        f"- {{name: held, recipe: demo-vit, set: {{{small}, method.teacher.entropy: 1.0}}}}\n"
+        f"- {{name: wrong, recipe: demo-vit, set: {{{small}, method.teacher.entropy: 50}}}}\n"
     )
     data = ["--data", str(tmp_path / "train.npz"), "--output", str(output), "--epochs", "1"]
     programs["tune"].main(["try", "--settings", str(settings), *data])
@@ -306,13 +306,13 @@ def test_tune_scores_on_held_out_training_images_and_tests_one_setting_of_a_reci
     rows = [json.loads(line) for line in (output / "final.jsonl").read_text().splitlines()]
     assert [(row["setting"], row["seed"], row["num_tried"]) for row in rows] == [("held", 0, 3), ("held", 1, 3)]
     assert all(0 <= row["top1"] <= 100 and row["images_per_second"] > 0 for row in rows)
-    for name in ("fast", "demo"):
+    for name in ("fast", "demo-vit"):
         with pytest.raises(SystemExit, match="held"):
             programs["tune"].main(["final", *test, name])
     with pytest.raises(SystemExit, match="not tried and is no recipe"):
         programs["tune"].main(["final", *test, "slow"])
 
-    settings.write_text(f"- {{name: fast, recipe: demo, set: {{{small}}}}}\n")
+    settings.write_text(f"- {{name: fast, recipe: demo-vit, set: {{{small}}}}}\n")
     monkeypatch.setattr(programs["tune"], "steady_speed", lambda *_: Speed(first_pass=1 / 80, later=1 / 80))
     programs["tune"].main(["try", "--settings", str(settings), *data[:-2], "--minutes", str(2 / 60)])
     row = json.loads((output / "tried.jsonl").read_text().splitlines()[-1])
@@ -330,7 +330,7 @@ def test_tune_scores_on_held_out_training_images_and_tests_one_setting_of_a_reci
     programs["tune"].main(["try", "--settings", str(settings), *data, "--seed", "1"])
     assert json.loads((output / "tried.jsonl").read_text().splitlines()[-1])["seed"] == 1
 
-    settings.write_text("- {name: a, recipe: demo, set: {probes.queries: demo:test}}\n")
+    settings.write_text("- {name: a, recipe: demo-vit, set: {probes.queries: demo:test}}\n")
     with pytest.raises(SystemExit, match=r"probes\.queries"):
         programs["tune"].main(["try", "--settings", str(settings), *data])
 

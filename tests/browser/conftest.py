@@ -142,12 +142,12 @@ def write_run(images: Path) -> Callable[..., Path]:
             "trainer.epochs": 10,
             **(changes or {}),
         }
-        recipe = load_recipe("demo", values)
+        recipe = load_recipe("demo-vit", values)
         (folder / "recipe.yaml").write_text(to_yaml(recipe))
         rows = [_row(epoch, shift) for epoch in range(11)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         environment = {
-            "command": ["massl", "pretrain", "--recipe", "demo", "--output", folder.name],
+            "command": ["massl", "pretrain", "--recipe", "demo-vit", "--output", folder.name],
             "python": "3.12.3",
             "packages": {"massl": "0.1.0", "torch": "2.11.0"},
             "device": "NVIDIA H200",

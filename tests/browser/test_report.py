@@ -428,7 +428,7 @@ def test_commands_are_copied(browser: Any, page: Path) -> None:
     browser.run("window.copied = ''; navigator.clipboard.writeText = async text => { window.copied = text; }")
     browser.press("#reproduction button.copy")
     browser.run("return new Promise(done => setTimeout(done, 50))")
-    assert browser.run("return window.copied") == "massl pretrain --recipe demo --output first"
+    assert browser.run("return window.copied") == "massl pretrain --recipe demo-vit --output first"
     assert browser.run("return document.querySelector('#reproduction button.copy').innerText") == "Copied"
 
 

@@ -163,7 +163,7 @@ def _write_plain_runs(folder: Path) -> None:
 
 @functools.cache
 def _recipe_text() -> str:
-    return to_yaml(load_recipe("demo"))
+    return to_yaml(load_recipe("demo-vit"))
 
 
 def _recipe() -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _write_run(parent: Path, name: Any) -> Path:
         "world_size": 1,
         "packages": {"massl": "0.1.0", "torch": name()},
         "massl_commit": name(),
-        "command": ["massl", "pretrain", "--recipe", "demo", "--data.source", name()],
+        "command": ["massl", "pretrain", "--recipe", "demo-vit", "--data.source", name()],
         "python": name(),
         name(): name(),
     }

@@ -265,9 +265,9 @@ IN_EACH_SECTION = [
 @pytest.mark.parametrize(("section", "values"), IN_EACH_SECTION)
 def test_a_nested_override_keeps_the_other_values_of_its_section(section: str, values: dict[str, object]) -> None:
     by_dots = {f"{section}.{key}": value for key, value in flatten(values).items()}
-    recipe = load_recipe("demo", {section: values})
-    assert recipe == load_recipe("demo", by_dots)
-    before = flatten(load_recipe("demo", {key: by_dots[key] for key in by_dots if key == "method.name"}))
+    recipe = load_recipe("demo-vit", {section: values})
+    assert recipe == load_recipe("demo-vit", by_dots)
+    before = flatten(load_recipe("demo-vit", {key: by_dots[key] for key in by_dots if key == "method.name"}))
     after = flatten(recipe)
     assert {key for key in after if after[key] != before[key]} == by_dots.keys() - {"method.name"}
 

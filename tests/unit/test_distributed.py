@@ -56,7 +56,7 @@ def test_a_process_group_of_our_own_is_stopped(monkeypatch: pytest.MonkeyPatch) 
 
 def test_pretrain_and_embed_leave_a_process_group_of_the_user_alone(group_of_the_user: None, tmp_path: Path) -> None:
     overrides = {"trainer": {"max_steps": 1, "batch_size": 8, "device": "cpu"}, "probes.every_epochs": 0}
-    result = massl.pretrain(recipe="demo", data="demo:test", output=tmp_path / "run", overrides=overrides)
+    result = massl.pretrain(recipe="demo-vit", data="demo:test", output=tmp_path / "run", overrides=overrides)
     assert result.finished
     assert dist.is_initialized()
     images = tmp_path / "images.npz"

@@ -22,7 +22,7 @@ class DemoSettings(Settings):
     """How long the demo trains, and where it writes."""
 
     steps: int | None = Field(
-        None, ge=1, description="stop after this many steps; default: all, three minutes on two CPU cores"
+        None, ge=1, description="stop after this many steps; default: all, four minutes on two CPU cores"
     )
     output: str = Field("runs/demo", description=f"folder of the run; {RESULTS_FOLDER} and {PAGE_FILE} are put in it")
 
@@ -51,8 +51,10 @@ def run_demo(settings: DemoSettings) -> int:
         trained = interrupted.result
     if not trained.finished:
         return exit_status(trained.signal_number)
-    _announce("evaluate", run, "--protocol", "knn", "--train", train, "--test", test, "--output", results)
-    evaluate(run, protocol="knn", train=train, test=test, output=results)
+    feature = "pooled"  # a ResNet has no class token
+    images = ("--train", train, "--test", test)
+    _announce("evaluate", run, "--protocol", "knn", "--feature", feature, *images, "--output", results)
+    evaluate(run, protocol="knn", train=train, test=test, output=results, overrides={"feature": feature})
     _announce("report", run, "--output", page)
     print(report([run], output=page).file.absolute().as_uri())
     return 0

@@ -3,7 +3,7 @@
 A recipe file begins with a comment: the command, then facts for the table, then prose.
 
     # massl pretrain --recipe massl-tiny --data photos/ --output runs/a
-    # for: photos, 64 px
+    # for: 64-px photos
     # needs: 1 GPU
     # expect: k-NN 5.9 -> 21.5
 

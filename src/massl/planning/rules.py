@@ -10,8 +10,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-# What each column rests on: a guess below what was measured, `demo` and `massl-imagenette`, `massl-tiny`, the paper's
-# ViT-S/16, and beyond the paper its ViT-B/16.
+# What each column rests on: a guess below what was measured, `demo-vit` and `massl-imagenette`, `massl-tiny`, the
+# paper's ViT-S/16, and beyond the paper its ViT-B/16.
 IMAGES: Final = (1_000, 8_000, 35_000, 1_281_167, 5_000_000)
 
 
@@ -89,7 +89,7 @@ TABLE: Final = {
         between="nearest",
         reason="batch norm in the head makes small runs learn faster",
         with_many="the paper's head has none, and long runs learn without",
-        measured=f"True: {_TINY} (the demo: 74.8 -> 77.5 % k-NN); False: the paper",
+        measured=f"True: {_TINY} (`demo-vit`: 74.8 -> 77.5 % k-NN); False: the paper",
     ),
     "learning_rate": Row(  # for a batch of 256; scaled linearly with the batch
         values=(5e-4, 5e-4, 5e-4, 5e-4, 7.5e-4),
@@ -125,7 +125,7 @@ class ViewRow:
 
     side: int
     patch: int
-    patch_on_cpu: int  # about 17 tokens, as in the demo
+    patch_on_cpu: int  # about 17 tokens, as in `demo-vit`
     local_size: int
     max_side: int  # files are reduced to this while they are decoded
     blur_sigma: float  # 0: no blur, no solarisation; 2 px at 224 px in the paper
@@ -145,7 +145,7 @@ _THUMBNAIL: Final[dict[str, Any]] = {  # massl-cifar, docs/results/cifar10.md
 }
 VIEWS: Final = (
     ViewRow(side=16, patch=4, patch_on_cpu=4, local_size=8, max_side=48, **_THUMBNAIL),  # not measured
-    ViewRow(side=28, patch=4, patch_on_cpu=7, local_size=16, max_side=80, **_THUMBNAIL),  # recipe demo
+    ViewRow(side=28, patch=4, patch_on_cpu=7, local_size=16, max_side=80, **_THUMBNAIL),  # recipe demo-vit
     ViewRow(side=32, patch=4, patch_on_cpu=8, local_size=16, max_side=96, **_THUMBNAIL),  # massl-cifar
     ViewRow(side=48, patch=8, patch_on_cpu=12, local_size=24, max_side=144, blur_sigma=0.4),  # not measured
     ViewRow(side=64, patch=8, patch_on_cpu=16, local_size=32, max_side=192, blur_sigma=0.6),  # massl-tiny
@@ -170,7 +170,7 @@ class DeviceRow:
 
 
 DEVICES: Final = (
-    DeviceRow(kind="cpu", gib=0, network="tiny", view=64, batch_size=128, head=(512, 128), epochs=0.25),  # as demo
+    DeviceRow(kind="cpu", gib=0, network="tiny", view=64, batch_size=128, head=(512, 128), epochs=0.25),  # as demo-vit
     DeviceRow(kind="cuda", gib=0, network="tiny", view=112, batch_size=1024, head=(2048, 256)),  # not measured
     DeviceRow(kind="cuda", gib=6, network="small", view=224, batch_size=1024, head=(2048, 256)),
     DeviceRow(kind="cuda", gib=70, network="base", view=224, batch_size=1024, head=(2048, 256)),

@@ -57,7 +57,7 @@ def test_values_are_parsed_as_before(tmp_path: Path) -> None:
 
 def test_help_of_pretrain_lists_every_method(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_pretrain(["--recipe", "demo", "--help"])
+        parse_pretrain(["--recipe", "demo-vit", "--help"])
     assert f"--method.name {{{','.join(METHODS)}}}" in " ".join(capsys.readouterr().out.split())
 
 

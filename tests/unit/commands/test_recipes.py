@@ -55,16 +55,18 @@ def test_with_another_method_the_section_of_the_base_is_left_out(tmp_path: Path)
 
 
 def test_with_another_method_what_the_base_says_for_it_counts(tmp_path: Path) -> None:
-    own = write(tmp_path / "own.yaml", "base: demo\nmethod: {name: dino}\n")
-    assert load_recipe(own) == load_recipe("demo", {"method.name": "dino"})
-    same = write(tmp_path / "same.yaml", "base: demo\nmethod: {name: massl}\n")  # as demo does without saying so
-    assert load_recipe(same) == load_recipe("demo")
+    own = write(tmp_path / "own.yaml", "base: demo-vit\nmethod: {name: dino}\n")
+    assert load_recipe(own) == load_recipe("demo-vit", {"method.name": "dino"})
+    same = write(
+        tmp_path / "same.yaml", "base: demo-vit\nmethod: {name: massl}\n"
+    )  # as demo-vit does without saying so
+    assert load_recipe(same) == load_recipe("demo-vit")
 
 
 def test_with_method_is_inherited_and_extended(tmp_path: Path) -> None:
-    own = write(tmp_path / "own.yaml", "base: demo\nwith_method: {dino: {trainer: {epochs: 3}}}\n")
-    assert load_recipe(own) == load_recipe("demo")
-    expected = load_recipe("demo", {"method.name": "dino", "trainer.epochs": 3})
+    own = write(tmp_path / "own.yaml", "base: demo-vit\nwith_method: {dino: {trainer: {epochs: 3}}}\n")
+    assert load_recipe(own) == load_recipe("demo-vit")
+    expected = load_recipe("demo-vit", {"method.name": "dino", "trainer.epochs": 3})
     assert load_recipe(own, {"method.name": "dino"}) == expected
 
 

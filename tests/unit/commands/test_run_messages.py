@@ -44,7 +44,7 @@ def test_a_run_that_is_small_already_should_take_fewer_epochs() -> None:
 
 
 def test_the_guess_leaves_the_network_as_it_was() -> None:
-    recipe = load_recipe("demo", {"trainer.batch_size": 1})
+    recipe = load_recipe("demo-vit", {"trainer.batch_size": 1})
     method = build_method(recipe.method, recipe.backbone, seed=0).train()
     before = {name: value.clone() for name, value in method.state_dict().items()}
     assert seconds_per_step_on_cpu(recipe, method.backbone_to_evaluate()) > 0

@@ -44,12 +44,12 @@ def exchanged(monkeypatch: pytest.MonkeyPatch, data: DataIdentity, **changes: ob
 
     with monkeypatch.context() as patch:
         patch.setattr(distributed, "gather_objects", alone)
-        require_equal_ranks(load_recipe("demo", {key.replace("__", "."): changes[key] for key in changes}), data)
+        require_equal_ranks(load_recipe("demo-vit", {key.replace("__", "."): changes[key] for key in changes}), data)
     return sent
 
 
 def test_ranks_with_other_images_are_refused_and_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_recipe("demo")
+    recipe = load_recipe("demo-vit")
     see(monkeypatch, *exchanged(monkeypatch, images("b", "elsewhere", 2)))
     with pytest.raises(RecipeError, match=r"rank 0 sees 3 images in photos.*rank 1 sees 2 images in elsewhere"):
         require_equal_ranks(recipe, images())
@@ -57,20 +57,20 @@ def test_ranks_with_other_images_are_refused_and_told_apart(monkeypatch: pytest.
 
 def test_ranks_with_the_same_images_elsewhere_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch, *exchanged(monkeypatch, images("a", "there"), data__source="there", data__num_workers=3))
-    require_equal_ranks(load_recipe("demo", {"data.source": "here"}), images())
+    require_equal_ranks(load_recipe("demo-vit", {"data.source": "here"}), images())
 
 
 def test_ranks_of_other_recipes_are_refused_and_the_values_named(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch, *exchanged(monkeypatch, images(), trainer__max_steps=5))
     with pytest.raises(RecipeError, match=r"trainer\.max_steps is None on rank 0, 5 on rank 1"):
-        require_equal_ranks(load_recipe("demo"), images())
+        require_equal_ranks(load_recipe("demo-vit"), images())
 
 
 def test_ranks_of_other_code_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     (_, values, seen), _ = exchanged(monkeypatch, images())
     see(monkeypatch, ("massl of digest 1234", values, seen), None)
     with pytest.raises(MasslError, match=r"rank 1 runs massl of digest 1234"):
-        require_equal_ranks(load_recipe("demo"), images())
+        require_equal_ranks(load_recipe("demo-vit"), images())
 
 
 def test_the_code_is_known_by_its_text() -> None:

@@ -15,7 +15,7 @@ from massl.training.run_folder import MAY_CHANGE, RunFolder, RunFolderError
 
 
 def recipe(**changes: object) -> PretrainRecipe:
-    return load_recipe("demo", {key.replace("__", "."): value for key, value in changes.items()})
+    return load_recipe("demo-vit", {key.replace("__", "."): value for key, value in changes.items()})
 
 
 def claim(path: Path, **changes: object) -> None:

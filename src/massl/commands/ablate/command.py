@@ -43,7 +43,7 @@ DESCRIPTION = """Repeat one of the paper's ablations on your images.
 
 massl ablate memory-size --recipe massl-cifar --data photos/ --output runs/ablation
 massl ablate block-size --recipe massl-cifar --data photos/ --values 512 2048 --seeds 0 1 --output runs/ablation
-massl ablate block-sampling --recipe demo --set trainer.epochs=6 --output runs/ablation
+massl ablate block-sampling --recipe demo-vit --set trainer.epochs=6 --output runs/ablation
 
 Each value is a run in its own folder; the same command again continues. Table, trend and figure, with the paper's
 values beside, go to OUTPUT/KIND/ablation.md, .json, .png and .svg."""

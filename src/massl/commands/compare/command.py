@@ -39,7 +39,7 @@ _NAME = "comparison"
 DESCRIPTION = """Put runs side by side: k-NN accuracy (without labels: measures of the features), time and memory.
 
 massl compare --runs runs/a runs/b --output comparison
-massl compare --methods massl,dino,ibot --recipe demo --output runs/compare
+massl compare --methods massl,dino,ibot --recipe demo-vit --output runs/compare
 massl compare --recipes massl-tiny,dino-tiny --data photos/ --set trainer.epochs=20 --output runs/compare
 massl compare --recipes auto,mocov3-tiny --data photos/ --minutes 10 --output runs/compare
 

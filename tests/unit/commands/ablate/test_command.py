@@ -210,7 +210,7 @@ def unlabelled(tmp_path: Path) -> str:
 
 
 def test_images_named_for_the_protocol_are_the_yardstick() -> None:
-    recipe = load_recipe("demo", {"probes.every_epochs": 0})
+    recipe = load_recipe("demo-vit", {"probes.every_epochs": 0})
     yardstick = choose_yardstick(recipe, train=SOURCE, test="demo:test")
     assert (yardstick.num_classes, yardstick.measured) == (
         10,
@@ -228,7 +228,7 @@ def test_images_named_for_the_protocol_are_the_yardstick() -> None:
     ],
 )
 def test_the_probe_is_named_with_the_number_of_its_queries(overrides: dict[str, Any], num_queries: int) -> None:
-    yardstick = choose_yardstick(load_recipe("demo", overrides), train=None, test=None)
+    yardstick = choose_yardstick(load_recipe("demo-vit", overrides), train=None, test=None)
     assert yardstick.measured == f"last probe, k=20, {num_queries:,} images"
 
 
@@ -238,8 +238,8 @@ def test_doubtful_classes_are_no_yardstick_unless_they_are_chosen(tmp_path: Path
         (tmp_path / name).touch()
     own_images = {"probes.database": "", "probes.queries": ""}
     with pytest.raises(MasslError, match="labels=folders"):
-        choose_yardstick(load_recipe("demo", {**own_images, "data.source": str(tmp_path)}), train=None, test=None)
-    chosen = load_recipe("demo", {**own_images, "data.source": f"folder:{tmp_path}?labels=folders"})
+        choose_yardstick(load_recipe("demo-vit", {**own_images, "data.source": str(tmp_path)}), train=None, test=None)
+    chosen = load_recipe("demo-vit", {**own_images, "data.source": f"folder:{tmp_path}?labels=folders"})
     assert choose_yardstick(chosen, train=None, test=None).num_classes == 2
 
 
@@ -297,7 +297,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 @pytest.fixture
 def run(stage: Stage, tmp_path: Path) -> Callable[..., AblationResult]:
     def run(kind: AblationName = "block-size", **changes: Any) -> AblationResult:
-        given = {"recipe": "demo", "output": tmp_path / "out", "values": (64, 128), **changes}
+        given = {"recipe": "demo-vit", "output": tmp_path / "out", "values": (64, 128), **changes}
         return ablate(kind, **given)
 
     return run
@@ -323,9 +323,9 @@ def test_runs_are_read_into_table_page_and_json(run: Any, capsys: pytest.Capture
     folder = tmp_path / "out" / "block-size"
     assert result.folder == folder
     plain = json.loads((folder / "ablation.json").read_text())
-    assert plain["ours"] == "demo (vit_tiny_patch16_224) on demo:train (8,000 images), 14 epochs, batch 128"
+    assert plain["ours"] == "demo-vit (vit_tiny_patch16_224) on demo:train (8,000 images), 14 epochs, batch 128"
     changes = "--values 512 1024 --seeds 0 1 2 --set trainer.epochs=14"
-    command = f"massl ablate block-size --recipe demo --output {tmp_path / 'out'} {changes}"
+    command = f"massl ablate block-size --recipe demo-vit --output {tmp_path / 'out'} {changes}"
     assert plain["command"] == command
     assert command in (folder / "ablation.md").read_text()
     shown = capsys.readouterr()
@@ -336,7 +336,7 @@ def test_runs_are_read_into_table_page_and_json(run: Any, capsys: pytest.Capture
 
 def test_without_labels_or_probes_nothing_is_trained(unlabelled: str, stage: Stage, tmp_path: Path) -> None:
     def attempt(**changes: Any) -> None:
-        ablate("block-size", recipe="demo", output=tmp_path / "out", **changes)
+        ablate("block-size", recipe="demo-vit", output=tmp_path / "out", **changes)
 
     with pytest.raises(MasslError, match="has no labels"):
         attempt(data=unlabelled, overrides={"probes.database": "", "probes.queries": ""})
@@ -388,12 +388,14 @@ def test_the_plan_is_a_command_for_every_run_that_makes_exactly_it(
     stage: Stage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes: dict[str, Any] = {"values": (64,), "seeds": (0, 1), "set": ("trainer.epochs=3",), "plan": True}
-    result = run_ablation(AblateSettings(kind="block-sampling", recipe="demo", output=str(tmp_path / "out"), **changes))
+    result = run_ablation(
+        AblateSettings(kind="block-sampling", recipe="demo-vit", output=str(tmp_path / "out"), **changes)
+    )
     assert stage.order == []
     assert {run.state for point in result.report.points for run in point.runs} == {"waiting"}
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [command[:2] for command in commands] == [["massl", "pretrain"]] * 4
-    planned = grid("block-sampling", recipe="demo", overrides={"trainer.epochs": 3}, values=[64], seeds=[0, 1]).runs
+    planned = grid("block-sampling", recipe="demo-vit", overrides={"trainer.epochs": 3}, values=[64], seeds=[0, 1]).runs
     for command, run in zip(commands, planned, strict=True):
         call = parse_pretrain(command[2:])
         assert call.recipe == run.recipe
@@ -461,4 +463,4 @@ def test_the_first_epochs_are_too_early_for_signs_of_collapse(run: Any, stage: S
 
 def test_an_unknown_ablation_is_named_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"kind: .*'memory-size', 'block-size' or 'block-sampling'.*'memory-siz'"):
-        ablate("memory-siz", recipe="demo", output=tmp_path)  # type: ignore[arg-type]
+        ablate("memory-siz", recipe="demo-vit", output=tmp_path)  # type: ignore[arg-type]

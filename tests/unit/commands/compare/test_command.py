@@ -165,11 +165,11 @@ def test_each_recipe_is_trained_into_a_folder_of_its_name(trainer: Trainer, tmp_
 
 
 def test_methods_are_trained_by_one_recipe_with_one_word_changed(trainer: Trainer, tmp_path: Path) -> None:
-    settings = CompareSettings(methods=("massl,dino",), recipe="demo", output=str(tmp_path / "runs"))
+    settings = CompareSettings(methods=("massl,dino",), recipe="demo-vit", output=str(tmp_path / "runs"))
     comparison = run_comparison(settings)
     assert [(asked["recipe"], asked["output"].name, asked["overrides"]) for asked in trainer.asked] == [
-        ("demo", "massl", {"method.name": "massl"}),
-        ("demo", "dino", {"method.name": "dino"}),
+        ("demo-vit", "massl", {"method.name": "massl"}),
+        ("demo-vit", "dino", {"method.name": "dino"}),
     ]
     assert all(asked["data"] is None for asked in trainer.asked)  # those of the recipe
     assert [run.method for run in comparison.runs] == ["massl", "dino"]
@@ -241,7 +241,7 @@ def test_that_nothing_can_be_written_is_said_before_training(trainer: Trainer, t
 
 @pytest.mark.parametrize(
     "given",
-    [{"recipes": ("a,a",)}, {"recipes": ("x/a.yaml", "y/a.yml")}, {"methods": ("dino", "dino"), "recipe": "demo"}],
+    [{"recipes": ("a,a",)}, {"recipes": ("x/a.yaml", "y/a.yml")}, {"methods": ("dino", "dino"), "recipe": "demo-vit"}],
 )
 def test_two_runs_that_would_share_a_folder_are_refused(
     trainer: Trainer, tmp_path: Path, given: dict[str, Any]
@@ -254,7 +254,7 @@ def test_two_runs_that_would_share_a_folder_are_refused(
 def test_the_method_is_not_set_twice(trainer: Trainer, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"--set method.name"):
         run_comparison(
-            CompareSettings(methods=("dino",), recipe="demo", set=("method.name=ibot",), output=str(tmp_path))
+            CompareSettings(methods=("dino",), recipe="demo-vit", set=("method.name=ibot",), output=str(tmp_path))
         )
 
 
@@ -298,7 +298,7 @@ def test_overrides_that_cannot_be_read_are_refused(items: list[str], message: st
         ({}, "nothing to compare"),
         ({"runs": ("a",), "recipes": ("b",)}, "--runs and --recipes do not go together"),
         ({"methods": ("dino",)}, "--methods and --recipe go together"),
-        ({"recipes": ("a",), "recipe": "demo"}, "--methods and --recipe go together"),
+        ({"recipes": ("a",), "recipe": "demo-vit"}, "--methods and --recipe go together"),
         ({"runs": ("a",), "set": ("trainer.epochs=1",)}, "--runs are compared as they are"),
         ({"runs": ("a",), "minutes": 1.0}, "--runs are compared as they are"),
         ({"runs": ("a",), "data": {"source": "x"}}, "--runs are compared as they are"),

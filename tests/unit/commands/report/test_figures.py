@@ -50,7 +50,7 @@ def make_run(tmp_path: Path) -> MakeRun:
     def make(name: str, source: Path | str, changes: Mapping[str, Any] | None = None) -> Path:
         folder = tmp_path / name
         folder.mkdir()
-        recipe = load_recipe("demo", {**SMALL, "data.source": str(source), **(changes or {})})
+        recipe = load_recipe("demo-vit", {**SMALL, "data.source": str(source), **(changes or {})})
         (folder / "recipe.yaml").write_text(to_yaml(recipe))
         backbone = build_backbone(recipe.backbone, seed=0)
         weights = backbone_bytes(
@@ -241,14 +241,14 @@ def test_no_image_is_its_own_neighbour_and_the_vote_is_that_of_the_others(make_r
 def test_the_images_are_those_of_the_probe_and_do_not_depend_on_the_run(tmp_path: Path) -> None:
     train, test = write_images(tmp_path / "train.npz", 40), write_images(tmp_path / "test.npz", 20, seed=1)
     probes = {"probes.database": str(train), "probes.queries": str(test)}
-    recipes = [load_recipe("demo", {**SMALL, **probes, "trainer.seed": seed}) for seed in (0, 1)]
+    recipes = [load_recipe("demo-vit", {**SMALL, **probes, "trainer.seed": seed}) for seed in (0, 1)]
     samples = [choose_sample(recipe, None, num_images=10) for recipe in recipes]
     assert (samples[0].queries.name, samples[0].database.name, samples[0].is_own) == (str(test), str(train), False)
     keys = [[sample.queries.key_of(number) for number in range(10)] for sample in samples]
     assert keys[0] == keys[1]
     assert keys[0] != sorted(keys[0])
     other = write_images(tmp_path / "unlabelled.npz", 40, has_labels=False)
-    mixed = load_recipe("demo", {**SMALL, "probes.database": str(other), "probes.queries": str(test)})
+    mixed = load_recipe("demo-vit", {**SMALL, "probes.database": str(other), "probes.queries": str(test)})
     assert choose_sample(mixed, None, num_images=10).is_own  # neighbours without classes could not vote
 
 
