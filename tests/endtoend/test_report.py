@@ -142,12 +142,12 @@ def test_a_run_is_held_against_the_recipe_its_command_names(copy_of: Callable[[s
     bare = copy_of("bare")
     file = bare / "environment.json"
     environment = json.loads(file.read_text())
-    for words in (["--recipe", "demo"], ["--recipe=demo"]):
+    for words in (["--recipe", "demo-vit"], ["--recipe=demo-vit"]):
         file.write_text(
             json.dumps({**environment, "first_command": ["massl", "pretrain", *words, "--output", "runs/a"]})
         )
         (packaged,) = command.packaged_recipes(report([bare], output=bare / "r.html", figures=False).runs).values()
-        assert (packaged.name, packaged.is_named) == ("demo", True)
+        assert (packaged.name, packaged.is_named) == ("demo-vit", True)
         assert packaged.changes["trainer.epochs"] == (14, 2)
         assert "optimizer.weight_decay" not in packaged.changes
     file.write_text(json.dumps({**environment, "first_command": ["train.py"]}))
