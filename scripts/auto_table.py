@@ -45,6 +45,7 @@ def row_of(num_images: int, side: int, kind: str, gib: float) -> str:
         f"{values['method.teacher.momentum']:g}",
         f"{values['method.teacher.temperature']:g}",
         "yes" if values["method.head.batch_norm"] else "no",
+        f"{values['method.instance_weight']:g}",
         f"{computed_gib(values, device_kind=kind):.1f}",
     ]
     return f"| {' | '.join(cells)} |"
@@ -53,7 +54,7 @@ def row_of(num_images: int, side: int, kind: str, gib: float) -> str:
 def table() -> str:
     """Sides on one GPU, then devices for photographs."""
     head = ("images", "side", "device", "ViT", "views, px", "batch", "epochs", "K / N_b", "momentum", "temperature")
-    head = (*head, "batch norm", "GiB by count")
+    head = (*head, "batch norm", "instance weight", "GiB by count")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines += [row_of(number, side, "cuda", 24) for number in IMAGES for side in SIDES]
     others = [device for device in DEVICES if device != ("cuda", 24)]

@@ -118,6 +118,7 @@ def _choose_method(plan: Plan, images: ImageFacts, limits: rules.DeviceRow) -> N
         why = f"less than a quarter of your {n:,} images: {because('memory_rows', n)}"
     rows = plan.set("method.memory.num_rows", min(rows, n), why)
     plan.set("method.memory.block_size", max(1, rows // share), "a quarter of the memory, so that it has four blocks")
+    plan.set("method.instance_weight", at("instance_weight", n), because("instance_weight", n))
     plan.set("method.head.batch_norm", at("batch_norm", n), because("batch_norm", n))
     plan.set("method.head.hidden_dim", limits.head[0], "")
     plan.set("method.head.out_dim", limits.head[1], "")

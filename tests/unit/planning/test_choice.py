@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from massl.commands.auto import planned_recipe
+from massl.commands.recipe import load_recipe
 from massl.planning import rules
 from massl.planning.choice import Plan, choose
 from massl.planning.facts import DeviceFacts, ImageFacts
@@ -61,13 +62,15 @@ def horizon(values: dict[str, Any]) -> float:
 def test_measured_recipes_are_met_at_their_own_numbers() -> None:
     tiny = chosen(35_000, 64).values
     assert (tiny["method.memory.num_rows"], tiny["method.memory.block_size"]) == (4_096, 1_024)
-    assert (tiny["method.teacher.momentum"], tiny["method.teacher.temperature"]) == (0.9, 0.04)
+    assert (tiny["method.teacher.momentum"], tiny["method.teacher.temperature"]) == (0.95, 0.04)
+    assert (tiny["trainer.batch_size"], tiny["optimizer.learning_rate"]) == (128, 7e-4)
+    assert tiny["method.instance_weight"] == load_recipe("massl-tiny").method.model_dump()["instance_weight"] == 0.5
     assert (tiny["views.global_size"], tiny["backbone.patch_size"], tiny["views.num_local"]) == (64, 8, 0)
     paper = chosen(1_281_167, 375, device_of("cuda", 140)).values
     assert (paper["method.memory.num_rows"], paper["method.memory.block_size"]) == (65_536, 16_384)
     assert (paper["method.teacher.momentum"], paper["method.teacher.temperature"]) == (0.992, 0.07)
     assert (paper["views.num_local"], paper["method.head.batch_norm"]) == (10, False)
-    assert paper["trainer.batch_size"] == 1024
+    assert (paper["trainer.batch_size"], paper["method.instance_weight"]) == (1024, 0.0)
 
 
 def test_the_reason_has_the_users_numbers() -> None:
@@ -80,10 +83,10 @@ def test_the_reason_has_the_users_numbers() -> None:
 def test_what_follows_from_a_given_value_changes_with_it() -> None:
     plain, given = chosen(17_034), chosen(17_034, trainer__batch_size=64)
     assert given.values["trainer.batch_size"] == 64
-    assert given.reasons["trainer.batch_size"] == "as you asked (auto: 256)"
+    assert given.reasons["trainer.batch_size"] == "as you asked (auto: 128)"
     assert given.values["method.teacher.momentum"] == 0.975
-    assert plain.values["method.teacher.momentum"] == 0.9
-    assert chosen(17_034, views__num_local=6).values["method.teacher.momentum"] == 0.98
+    assert plain.values["method.teacher.momentum"] == 0.95
+    assert chosen(17_034, views__num_local=6).values["method.teacher.momentum"] == 0.99
     assert chosen(17_034, method__memory__num_rows=512).values["method.memory.block_size"] == 128
     assert chosen(17_034, trainer__epochs=10).values["optimizer.warmup_epochs"] == 1.0
     assert chosen(17_034, trainer__seed=7).values["trainer.seed"] == 7
@@ -91,7 +94,7 @@ def test_what_follows_from_a_given_value_changes_with_it() -> None:
 
 def test_a_small_gpu_gets_a_smaller_batch_or_parts_and_a_given_batch_stays() -> None:
     small = device_of("cuda", 8)
-    assert chosen(10_000, 500, small).values["trainer.batch_size"] == 128
+    assert chosen(10_000, 500, device_of("cuda", 6)).values["trainer.batch_size"] == 64
     many = chosen(1_281_167, 500, small).values
     assert (many["trainer.batch_size"], many["method.head.batch_norm"]) == (1024, False)
     assert many["trainer.accumulation_steps"] > 1
