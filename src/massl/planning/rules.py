@@ -87,7 +87,7 @@ TABLE: Final = {
     "instance_weight": Row(
         values=(0.5, 0.5, 0.5, 0.0, 0.0),
         between="nearest",
-        reason="half of the loss tells the images of a batch apart, which the paper does not do; with few images it helps",
+        reason="half of the loss tells the images of a batch apart (not in the paper): with few images it helps",
         with_many="the paper's loss",
         measured=f"0.5: {_TINY} (19.6 -> 24.1 % k-NN), {_CIFAR}, docs/results/demo.md; 0: the paper",
     ),

@@ -113,13 +113,20 @@ def test_the_same_run_gives_the_same_pictures(make_run: MakeRun, tmp_path: Path)
     assert figures_of({"a": run}, device="cpu") == figures_of({"a": run}, device="cpu")
 
 
-def test_a_network_without_patches_says_so_and_draws_the_rest(make_run: MakeRun, tmp_path: Path) -> None:
-    sections = drawn({"a": make_run("a", write_images(tmp_path / "images.npz", 30), RESNET)})
+def test_a_network_without_patches_has_the_other_pictures_and_says_so_only_beside_one_with_patches(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    images = write_images(tmp_path / "images.npz", 30)
+    resnet = make_run("a", images, RESNET)
+    alone = drawn({"a": resnet})
+    assert list(alone) == ["embedding-map", "neighbours"]
+    assert alone["embedding-map"].html.count("<use") == 33
+    assert num_pictures(alone["neighbours"]) == 18
+    both = drawn({"a": resnet, "b": make_run("b", images)})
+    assert list(both) == list(PICTURES)
     for kind in ("attention", "components", "correspondence"):
-        assert re.search("^Not drawn: .*needs patch tokens, which resnet18 does not have", sentences(sections[kind])[0])
-        assert num_pictures(sections[kind]) == 0
-    assert sections["embedding-map"].html.count("<use") == 33
-    assert num_pictures(sections["neighbours"]) == 18
+        assert re.search("^Not drawn: .*needs patch tokens, which resnet18 does not have", sentences(both[kind])[0])
+        assert num_pictures(both[kind]) > 0
 
 
 def test_images_that_are_gone_become_one_sentence_with_advice(make_run: MakeRun, tmp_path: Path) -> None:

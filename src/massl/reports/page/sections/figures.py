@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,6 +10,7 @@ from massl.config import MasslError
 from massl.data.sources.base import Pixels
 from massl.evaluations.protocols.attention import attention_size
 from massl.evaluations.protocols.correspondence import CorrespondenceSettings
+from massl.nn.token_readout import UnsuitableModel
 from massl.reports.page.pictures import (
     EmbeddingMap,
     Mark,
@@ -53,6 +54,7 @@ class Drawn:
 
     markup: str
     sprites: SpriteSheet | None = None
+    is_suitable: bool = True  # False: the network cannot have this picture, e.g. a ResNet attention maps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,8 @@ def draw_pictures(run: RunFeatures, *, num_runs: int) -> dict[str, Drawn]:
     for kind, entry in PICTURES.items():
         try:
             drawn[kind] = entry.draw(run, sprite_bytes)
+        except UnsuitableModel as error:
+            drawn[kind] = replace(failure("Not drawn", error), is_suitable=False)
         except EXPECTED_FAILURES as error:
             drawn[kind] = failure("Not drawn", error)
     return drawn
@@ -82,7 +86,7 @@ def failure(beginning: str, error: BaseException, *, advice: str = "") -> Drawn:
 
 
 def picture_sections(drawn: Mapping[str, Mapping[str, Drawn] | Drawn]) -> list[Section]:
-    """One section per kind of picture, with a selector if there are several runs.
+    """One section per kind of picture that suits any of the networks, with a selector if there are several runs.
 
     `drawn`: label of a run -> its pictures by kind, or one sentence in place of them all.
     """
@@ -92,7 +96,8 @@ def picture_sections(drawn: Mapping[str, Mapping[str, Drawn] | Drawn]) -> list[S
     sections = []
     for kind, entry in PICTURES.items():
         of_kind = {name: of_run if isinstance(of_run, Drawn) else of_run[kind] for name, of_run in drawn.items()}
-        sections.append(_section(kind, entry.title, of_kind, note=entry.note))
+        if any(part.is_suitable for part in of_kind.values()):
+            sections.append(_section(kind, entry.title, of_kind, note=entry.note))
     return sections
 
 
