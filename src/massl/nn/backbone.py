@@ -280,7 +280,7 @@ class Backbone(nn.Module):
         return reason
 
     def use_channels_last(self) -> None:
-        """Use the channels-last layout, which is faster for convolutions on a GPU; not for transformers."""
+        """Use the channels-last layout, which is faster for convolutions; not for transformers."""
         assert not self.is_transformer
         self._layout = torch.channels_last
         self.model.to(memory_format=torch.channels_last)

@@ -48,10 +48,9 @@ def choose_execution(
         is_slower = device.type == "cuda" and bf16 and all(backbone.is_transformer for backbone in backbones)
         plain = f"plain{', which is slower' if is_slower else ''} ({because})"
         networks = plain if because else f"fused, {'fp32' if float32_stream else 'bf16'} residual stream"
-    if device.type == "cuda":
-        for backbone in backbones:
-            if not backbone.is_transformer:
-                backbone.use_channels_last()
+    for backbone in backbones:
+        if not backbone.is_transformer:
+            backbone.use_channels_last()
     can_record = device.type == "cuda" and distributed.world_size() == 1
     return Execution(networks=networks, cuda_graph=cuda_graph and can_record)
 
