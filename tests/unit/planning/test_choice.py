@@ -20,9 +20,9 @@ def chosen(num_images: int, side: int = 224, device: DeviceFacts = GPU, **given:
     return choose(images_of(num_images, side), device, {key.replace("__", "."): value for key, value in given.items()})
 
 
-@pytest.mark.parametrize("num_images", (100, *IMAGES))
-@pytest.mark.parametrize("side", (*SIDES, 224))
-@pytest.mark.parametrize("device", (*DEVICES, ("cuda", 140)), ids=str)
+@pytest.mark.parametrize("num_images", [100, *IMAGES])
+@pytest.mark.parametrize("side", [*SIDES, 224])
+@pytest.mark.parametrize("device", [*DEVICES, ("cuda", 140)], ids=str)
 def test_every_choice_is_a_valid_recipe_that_fits(num_images: int, side: int, device: tuple[str, float]) -> None:
     plan = chosen(num_images, side, device_of(*device))
     recipe = planned_recipe(plan)
