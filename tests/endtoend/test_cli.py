@@ -65,5 +65,5 @@ def test_pretrain_help_explains_every_option(arguments: list[str], massl_here: A
 
 
 def test_pretrain_help_shows_the_values_of_the_recipe_it_is_given(massl_here: Any) -> None:
-    assert "(default: 128)" in massl_here("pretrain", "--recipe", "demo", "--help").text
+    assert "(default: 64)" in massl_here("pretrain", "--recipe", "demo", "--help").text
     assert "(default: 512)" in massl_here("pretrain", "--recipe=massl-cifar", "-h").text
