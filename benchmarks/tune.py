@@ -121,7 +121,7 @@ def one_try(setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, nu
     row |= {"knn": {str(int(probe["epoch"])): round(probe["knn_top1"], 2) for probe in probes}}  # in percent
     row |= {"standard_error": round(math.sqrt(top1 * (100 - top1) / num_held), 2)}
     row |= {"effective_rank": round(probes[-1]["effective_rank"], 1)}
-    row |= {"images_per_second": median_speed(result.metrics), "seconds": round(time.monotonic() - before, 1)}
+    row |= costs(result.metrics, time.monotonic() - before)
     if "teacher_temperature" in result.metrics[-1]:
         row |= {"teacher_temperature": round(result.metrics[-1]["teacher_temperature"], 4)}
     return row
@@ -167,7 +167,8 @@ def test_winner(chosen: argparse.Namespace) -> None:
         overrides = {} if begun else with_length(setting, only_trained, chosen, seed=seed)
         recipe = load_recipe(base, {**overrides, "trainer.seed": seed})
         row = {"setting": chosen.name, "recipe": setting["recipe"], "run": run, "num_tried": num_tried}
-        row |= {"set": setting["set"], "seed": seed} | one_test(recipe, chosen, runs / run)
+        row |= {"set": setting["set"], "seed": seed}
+        row |= one_test(recipe, runs / run, data=chosen.data, test=chosen.test)
         with record.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(json.dumps(row), flush=True)
@@ -182,23 +183,26 @@ def tried_setting(name: str, rows: Sequence[Mapping[str, Any]]) -> tuple[Mapping
     return setting, sum(row["recipe"] == setting["recipe"] for row in settings.values())
 
 
-def one_test(recipe: PretrainRecipe, chosen: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def one_test(recipe: PretrainRecipe, folder: Path, *, data: str, test: str) -> dict[str, Any]:
+    """Train, then classify the test images by k-NN; the score and what the run took."""
     from massl.commands.evaluate.command import evaluate
 
+    before = time.monotonic()
     trained = pretrain(recipe=recipe, output=folder)
+    seconds = time.monotonic() - before
     if not trained.finished:
         raise SystemExit(f"tune.py: {folder.name} was interrupted; the same command goes on with it")
     crop = {"crop_ratio": recipe.probes.crop_ratio, "knn.ks": [recipe.probes.num_neighbours]}
-    result = evaluate(
-        folder, protocol="knn", train=chosen.data, test=chosen.test, output=folder / "test", overrides=crop
-    )
+    result = evaluate(folder, protocol="knn", train=data, test=test, output=folder / "test", overrides=crop)
     top1 = next(row.value for row in result.rows if row.metric == "top1")
-    return {"epochs": recipe.trainer.epochs, "images_per_second": median_speed(trained.metrics), "top1": top1}
+    return {"epochs": recipe.trainer.epochs, "top1": top1} | costs(trained.metrics, seconds)
 
 
-def median_speed(metrics: Sequence[Mapping[str, Any]]) -> float:
+def costs(metrics: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    """Median speed, peak memory of the GPU (None on a CPU), and the seconds of the whole run."""
     speeds = sorted(row["images_per_second"] for row in metrics if row["images_per_second"] > 0)
-    return float(speeds[len(speeds) // 2])
+    peak = max((row["peak_memory_gib"] for row in metrics if "peak_memory_gib" in row), default=None)
+    return {"images_per_second": speeds[len(speeds) // 2], "peak_gib": peak, "seconds": round(seconds, 1)}
 
 
 def read_settings(path: Path) -> list[dict[str, Any]]:

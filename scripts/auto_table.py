@@ -30,14 +30,15 @@ def device_of(kind: str, gib: float) -> DeviceFacts:
 
 def row_of(num_images: int, side: int, kind: str, gib: float) -> str:
     values = choose(images_of(num_images, side), device_of(kind, gib), {}).values
-    network, patch = values["backbone.name"].split("_")[1].capitalize(), values["backbone.patch_size"]
+    family, _, size = values["backbone.name"].partition("_")  # vit_small_patch16_224 or resnet10t
+    vit = f"ViT-{size.partition('_')[0].capitalize()}/{values.get('backbone.patch_size')}"
     local = f" + {values['views.num_local']} x {values['views.local_size']}" if values["views.num_local"] else ""
     parts = values["trainer.accumulation_steps"]
     cells = [
         f"{num_images:,}",
         str(side),
         "CPU" if kind == "cpu" else f"{gib:.0f} GiB",
-        f"{network}/{patch}",
+        vit if family == "vit" else family,
         f"2 x {values['views.global_size']}{local}",
         f"{values['trainer.batch_size']}{f' in {parts} parts' if parts > 1 else ''}",
         str(values["trainer.epochs"]),
@@ -53,7 +54,7 @@ def row_of(num_images: int, side: int, kind: str, gib: float) -> str:
 
 def table() -> str:
     """Sides on one GPU, then devices for photographs."""
-    head = ("images", "side", "device", "ViT", "views, px", "batch", "epochs", "K / N_b", "momentum", "temperature")
+    head = ("images", "side", "device", "network", "views, px", "batch", "epochs", "K / N_b", "momentum", "temperature")
     head = (*head, "batch norm", "instance weight", "GiB by count")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines += [row_of(number, side, "cuda", 24) for number in IMAGES for side in SIDES]

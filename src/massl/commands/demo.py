@@ -51,10 +51,9 @@ def run_demo(settings: DemoSettings) -> int:
         trained = interrupted.result
     if not trained.finished:
         return exit_status(trained.signal_number)
-    feature = "pooled"  # a ResNet has no class token
     images = ("--train", train, "--test", test)
-    _announce("evaluate", run, "--protocol", "knn", "--feature", feature, *images, "--output", results)
-    evaluate(run, protocol="knn", train=train, test=test, output=results, overrides={"feature": feature})
+    _announce("evaluate", run, "--protocol", "knn", *images, "--output", results)
+    evaluate(run, protocol="knn", train=train, test=test, output=results)
     _announce("report", run, "--output", page)
     print(report([run], output=page).file.absolute().as_uri())
     return 0

@@ -8,7 +8,6 @@ from typing import Any
 from massl.planning import rules
 from massl.planning.facts import DeviceFacts, ImageFacts
 from massl.planning.memory import computed_gib
-from massl.planning.rules import at, because
 
 
 @dataclass(kw_only=True)
@@ -16,15 +15,25 @@ class Plan:
     """Values by dotted key, and for each a line that says why."""
 
     given: Mapping[str, Any]  # by the user; other values follow from them
+    num_images: int  # whose column of the rules holds
+    network: rules.NetworkRow  # its options hold unless the user gave others
     values: dict[str, Any] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
     def set(self, key: str, value: Any, why: str) -> Any:
-        """Choose a value unless the user gave one; returns what holds."""
+        """Choose a value unless the user gave one or the network has its own; returns what holds."""
         is_given = key in self.given
+        if key in self.network.options:
+            value, why = self.network.options[key], "as measured with this network" if why else ""
         self.values[key] = self.given[key] if is_given else value
         self.reasons[key] = f"as you asked (auto: {_text(value)})" if is_given else why
         return self.values[key]
+
+    def at(self, setting: str) -> Any:
+        return rules.at(setting, self.num_images)
+
+    def because(self, setting: str) -> str:
+        return rules.because(setting, self.num_images)
 
     def lines(self) -> list[str]:
         return [f"{key} {_text(self.values[key])}: {why}" for key, why in self.reasons.items() if why]
@@ -32,10 +41,21 @@ class Plan:
 
 def choose(images: ImageFacts, device: DeviceFacts, given: Mapping[str, Any]) -> Plan:
     """A complete plan; `given` holds the user's own values by dotted key, which others follow."""
-    plan = Plan(given=given)
     limits = rules.device_row(device.kind, device.memory_gib)
-    row = _choose_views(plan, images, limits)
-    _choose_network(plan, images, limits, row)
+    num_images = min(images.num_images, limits.most_images)
+    row = rules.view_row(min(images.side, rules.at("largest_view", num_images), limits.view))
+    suits = {row.network: "images so small", limits.network: "this device"}
+    suits[rules.at("network", num_images)] = f"{images.num_images:,} images"
+    order = list(rules.NETWORKS)
+    smallest = min(suits, key=order.index)
+    suited = suits[smallest]
+    if given.keys() & rules.OF_VITS:
+        smallest = max(smallest, rules.SMALLEST_VIT, key=order.index)
+    wanted, name = rules.NETWORKS[smallest], str(given.get("backbone.name", rules.NETWORKS[smallest].name))
+    network = wanted if name == wanted.name else rules.NetworkRow(name=name, kind="", measured="")
+    plan = Plan(given=given, num_images=num_images, network=network)
+    row = _choose_views(plan, images, limits, row)
+    _choose_network(plan, wanted, suited, row)
     _choose_trainer(plan, images, device, limits)
     _choose_method(plan, images, limits)
     _fit_memory(plan, images, device)
@@ -45,20 +65,21 @@ def choose(images: ImageFacts, device: DeviceFacts, given: Mapping[str, Any]) ->
     return plan
 
 
-def _choose_views(plan: Plan, images: ImageFacts, limits: rules.DeviceRow) -> rules.ViewRow:
-    n, largest = images.num_images, min(at("largest_view", images.num_images), limits.view)
-    row = rules.view_row(min(images.side, largest))
+def _choose_views(plan: Plan, images: ImageFacts, limits: rules.DeviceRow, row: rules.ViewRow) -> rules.ViewRow:
+    n, chosen = images.num_images, max(row.side, plan.network.smallest_view)
     side = f"your images are typically {images.typical_size}"
     if images.side > row.side:
-        of = "this CPU" if limits.view == largest and limits.kind == "cpu" else f"{n:,} images"
+        of = "this CPU" if limits.kind == "cpu" and limits.view <= plan.at("largest_view") else f"{n:,} images"
         side += f"; {row.side} px suit {of}"
-    size = plan.set("views.global_size", row.side, side)
-    if size != row.side:
+    elif chosen > row.side:
+        side += "; this network needs larger ones"
+    size = plan.set("views.global_size", chosen, side)
+    if size != chosen:
         row = rules.view_row(size)
     plan.set("views.num_global", 2, "the large crops that are compared")
-    num_local = plan.set("views.num_local", at("num_local", n), because("num_local", n))
+    num_local = plan.set("views.num_local", plan.at("num_local"), plan.because("num_local"))
     local_why = f"{num_local} small crops beside the large ones" if num_local else ""
-    plan.set("views.local_size", min(row.local_size, size), local_why)
+    plan.set("views.local_size", min(max(row.local_size, plan.network.smallest_view // 2), size), local_why)
     plan.set("views.global_scale", list(row.global_scale), "")
     plan.set("views.local_scale", list(row.local_scale), "")
     if row.blur_sigma:
@@ -69,28 +90,24 @@ def _choose_views(plan: Plan, images: ImageFacts, limits: rules.DeviceRow) -> ru
     return row
 
 
-def _choose_network(plan: Plan, images: ImageFacts, limits: rules.DeviceRow, row: rules.ViewRow) -> None:
-    wanted = at("network", images.num_images)
-    suits = (
-        (row.network, "images so small"),
-        (limits.network, "this device"),
-        (wanted, f"{images.num_images:,} images"),
-    )
-    network, suited = min(reversed(suits), key=lambda each: rules.NETWORKS.index(each[0]))
-    name = plan.set("backbone.name", f"vit_{network}_patch16_224", f"a ViT of the size that suits {suited}")
+def _choose_network(plan: Plan, wanted: rules.NetworkRow, suited: str, row: rules.ViewRow) -> None:
+    """`wanted` is auto's own; the user may have given another."""
+    reason = f"; {wanted.reason}" if wanted.reason else ""
+    name = plan.set("backbone.name", wanted.name, f"{wanted.kind} of the size that suits {suited}{reason}")
     if name.startswith("vit_"):
         size = plan.values["views.global_size"]
         plan.set("backbone.image_size", size, "")
-        patch = row.patch_on_cpu if limits.kind == "cpu" else row.patch
-        plan.set("backbone.patch_size", patch, f"{(size // patch) ** 2} patches an image")
+        plan.set("backbone.patch_size", row.patch, f"{(size // row.patch) ** 2} patches an image")
     plan.set("backbone.drop_path_rate", row.drop_path, "")
+    for key, value in plan.network.options.items():
+        plan.set(key, value, plan.reasons.get(key, ""))
 
 
 def _choose_trainer(plan: Plan, images: ImageFacts, device: DeviceFacts, limits: rules.DeviceRow) -> None:
     n = images.num_images
-    wanted, few = at("batch_size", n), n // rules.LEAST_STEPS_PER_EPOCH
+    wanted, few = plan.at("batch_size"), n // rules.LEAST_STEPS_PER_EPOCH
     size = _power_of_two(min(wanted, limits.batch_size, max(few, rules.SMALLEST_BATCH)))
-    why = because("batch_size", n)
+    why = plan.because("batch_size")
     if few < min(wanted, limits.batch_size):
         why = f"{rules.LEAST_STEPS_PER_EPOCH} steps or more in each pass over your {n:,} images"
     elif limits.batch_size < wanted:
@@ -103,23 +120,23 @@ def _choose_trainer(plan: Plan, images: ImageFacts, device: DeviceFacts, limits:
     cpu = device.kind == "cpu"
     plan.set("trainer.precision", "fp32" if cpu else "bf16", "CPUs are fastest in fp32" if cpu else "")
     passes = (
-        f"{because('epochs', n)}{'; a CPU is slow, so it gets fewer of them than a GPU' if limits.epochs < 1 else ''}"
+        f"{plan.because('epochs')}{'; a CPU is slow, so it gets fewer of them than a GPU' if limits.epochs < 1 else ''}"
     )
-    plan.set("trainer.epochs", max(1, round(limits.epochs * at("epochs", n))), passes)
+    plan.set("trainer.epochs", max(1, round(limits.epochs * plan.at("epochs"))), passes)
 
 
 def _choose_method(plan: Plan, images: ImageFacts, limits: rules.DeviceRow) -> None:
     n, share = images.num_images, rules.MEMORY_SHARE
-    most, quarter = at("memory_rows", n), max(n // share, 1)
+    most, quarter = plan.at("memory_rows"), max(n // share, 1)
     rows = max(_power_of_two(min(most, quarter), nearest=True), rules.SMALLEST_BLOCK)
     if quarter <= most:
         why = f"about a quarter of your {n:,} images"
     else:
-        why = f"less than a quarter of your {n:,} images: {because('memory_rows', n)}"
+        why = f"less than a quarter of your {n:,} images: {plan.because('memory_rows')}"
     rows = plan.set("method.memory.num_rows", min(rows, n), why)
     plan.set("method.memory.block_size", max(1, rows // share), "a quarter of the memory, so that it has four blocks")
-    plan.set("method.instance_weight", at("instance_weight", n), because("instance_weight", n))
-    plan.set("method.head.batch_norm", at("batch_norm", n), because("batch_norm", n))
+    plan.set("method.instance_weight", plan.at("instance_weight"), plan.because("instance_weight"))
+    plan.set("method.head.batch_norm", plan.at("batch_norm"), plan.because("batch_norm"))
     plan.set("method.head.hidden_dim", limits.head[0], "")
     plan.set("method.head.out_dim", limits.head[1], "")
 
@@ -150,28 +167,29 @@ def _fit_memory(plan: Plan, images: ImageFacts, device: DeviceFacts) -> None:
 def _choose_schedule(plan: Plan, images: ImageFacts) -> None:
     n, epochs, batch = images.num_images, plan.values["trainer.epochs"], plan.values["trainer.batch_size"]
     kind = "horizon_of_many_views" if plan.values["views.num_local"] else "horizon_of_two_views"
-    horizon, (least, most) = at(kind, n), rules.MOMENTUM
+    horizon, (least, most) = plan.at(kind), rules.MOMENTUM
     momentum = round(min(most, max(least, 1 - batch / horizon)), 4)
     plan.set(
         "method.teacher.momentum",
         momentum,
         f"the teacher averages over {_rounded(horizon):,} images, {_rounded(horizon / batch):,} steps of {batch}; "
-        f"{because(kind, n)}",
+        f"{plan.because(kind)}",
     )
-    temperature = round(at("temperature", n), 3)
+    temperature = round(plan.at("temperature"), 3)
     plan.set("method.teacher.temperature_start", 0.04, "")
-    temperature = plan.set("method.teacher.temperature", temperature, because("temperature", n))
-    share = at("temperature_warmup_share", n)
+    temperature = plan.set("method.teacher.temperature", temperature, plan.because("temperature"))
+    share = plan.at("temperature_warmup_share")
     warm_up = round(share * epochs, 1) if temperature > 0.04 else 0.0
     plan.set(
-        "method.teacher.temperature_warmup_epochs", warm_up, because("temperature_warmup_share", n) if warm_up else ""
+        "method.teacher.temperature_warmup_epochs", warm_up, plan.because("temperature_warmup_share") if warm_up else ""
     )
-    rate = plan.set("optimizer.learning_rate", round(at("learning_rate", n), 6), "")
+    rate = plan.set("optimizer.learning_rate", round(plan.at("learning_rate"), 6), plan.because("learning_rate"))
+    why = plan.reasons["optimizer.learning_rate"]
     plan.reasons["optimizer.learning_rate"] = (
-        f"for a batch of 256; {rate * batch / 256:.3g} at your batch of {batch}. {because('learning_rate', n)}"
+        f"for a batch of 256; {rate * batch / 256:.3g} at your batch of {batch}; {why}"
     )
-    warm = round(at("warmup_share", n) * epochs, 2)
-    plan.set("optimizer.warmup_epochs", warm, f"{because('warmup_share', n)} ({warm:g} of {epochs} passes)")
+    warm = round(plan.at("warmup_share") * epochs, 2)
+    plan.set("optimizer.warmup_epochs", warm, f"{plan.because('warmup_share')} ({warm:g} of {epochs} passes)")
     steps = max(1, n // batch)
     plan.set("probes.every_epochs", float(max(1, round(epochs / rules.PROBES_PER_RUN))), "about ten looks at the run")
     log_steps = min(rules.MOST_LOG_STEPS, max(1, steps * epochs // rules.LOGS_PER_RUN))

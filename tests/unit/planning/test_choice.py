@@ -4,13 +4,16 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import timm
+import torch
+from torch import Tensor
 
 from massl.commands.auto import planned_recipe
 from massl.commands.recipe import load_recipe
 from massl.planning import rules
 from massl.planning.choice import Plan, choose
 from massl.planning.facts import DeviceFacts, ImageFacts
-from massl.planning.memory import computed_gib
+from massl.planning.memory import checkpoint_gib, computed_gib
 from scripts.auto_table import DEVICES, IMAGES, PAGE, SIDES, device_of, images_of, page_with_table
 
 GPU = device_of("cuda", 24)
@@ -27,9 +30,15 @@ def test_every_choice_is_a_valid_recipe_that_fits(num_images: int, side: int, de
     plan = chosen(num_images, side, device_of(*device))
     recipe = planned_recipe(plan)
     views, memory, trainer = recipe.views, recipe.method.memory, recipe.trainer  # type: ignore[attr-defined]
-    assert views.global_size % recipe.backbone.patch_size == 0  # type: ignore[operator]
-    assert recipe.backbone.patch_size <= views.local_size <= views.global_size <= max(side, rules.VIEWS[0].side)  # type: ignore[operator]
-    assert recipe.backbone.image_size == views.global_size
+    if device[0] == "cuda" and side < 48:
+        assert (recipe.backbone.name, recipe.backbone.stem) == ("resnet18", "small")
+    elif device[0] == "cuda":
+        assert views.global_size % recipe.backbone.patch_size == 0  # type: ignore[operator]
+        assert recipe.backbone.patch_size <= views.local_size <= views.global_size <= max(side, rules.VIEWS[0].side)  # type: ignore[operator]
+        assert recipe.backbone.image_size == views.global_size
+    else:
+        assert recipe.backbone.name == "resnet10t"
+        assert views.local_size <= views.global_size <= 64
     assert trainer.batch_size <= memory.num_rows <= num_images
     assert memory.num_rows % memory.block_size == 0
     assert trainer.batch_size % trainer.accumulation_steps == 0
@@ -161,4 +170,73 @@ def test_the_count_agrees_with_the_measured_memory(
     keys = ("views.num_global", "views.global_size", "views.num_local", "views.local_size")
     counted = computed_gib({**values, **dict(zip(keys, views, strict=True))}, device_kind="cuda")
     assert counted == pytest.approx(measured, rel=0.15)
-    assert computed_gib({**values, "backbone.name": "resnet50"}, device_kind="cuda") is None
+
+
+def test_the_memory_of_other_networks_is_counted_from_what_autograd_keeps() -> None:
+    values = {
+        "backbone.name": "resnet18",
+        "views.num_global": 2,
+        "views.num_local": 0,
+        "views.global_size": 64,
+        "views.local_size": 32,
+        "trainer.precision": "fp32",
+    }
+    sizes = [computed_gib({**values, "trainer.batch_size": size}, device_kind="cpu") for size in (256, 512)]
+    assert sizes[0] is not None
+    assert sizes[1] is not None
+    network, kept = timm.create_model("resnet18", num_classes=0), dict[int, int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        features = network(torch.rand(2, 3, 64, 64))
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers())}
+    real = sum(size for address, size in kept.items() if address not in weights) / 2**30
+    assert features.shape == (2, 512)
+    # 256 images more, two views each; their pixels are counted apart
+    assert sizes[1] - sizes[0] == pytest.approx(256 * real, rel=0.05)
+    one = computed_gib({**values, "trainer.batch_size": 1}, device_kind="cpu")
+    assert one == pytest.approx(0.5 + 20 * 11.2e6 / 2**30 + 20 * (512 * 2048 + 2048**2) / 2**30, rel=0.1)
+
+
+def test_the_memory_of_an_unknown_network_is_not_counted() -> None:
+    values = {"backbone.name": "resnet18a", "views.num_global": 2, "views.num_local": 0, "views.global_size": 64}
+    values |= {"views.local_size": 32, "trainer.precision": "fp32", "trainer.batch_size": 8}
+    assert computed_gib(values, device_kind="cpu") is None
+    assert checkpoint_gib(values) is None
+
+
+def test_a_cpu_gets_a_small_resnet_with_the_settings_it_was_measured_with() -> None:
+    plan, demo = chosen(8_000, 28, device_of("cpu", 16)), load_recipe("demo")
+    recipe = planned_recipe(plan)
+    assert recipe.backbone == demo.backbone
+    assert recipe.views.global_size == demo.views.global_size
+    assert recipe.optimizer.learning_rate == demo.optimizer.learning_rate
+    assert recipe.optimizer.weight_decay_end == demo.optimizer.weight_decay_end
+    assert "as measured with this network" in plan.reasons["optimizer.learning_rate"]
+    vit = chosen(8_000, 28, device_of("cpu", 16), backbone__name="vit_tiny_patch16_224")
+    assert "(auto: resnet10t)" in vit.reasons["backbone.name"]
+    assert (vit.values["backbone.patch_size"], vit.values["optimizer.learning_rate"]) == (4, 7e-4)
+    assert "backbone.timm_options" not in vit.values
+    assert (
+        chosen(8_000, 28, device_of("cpu", 16), backbone__patch_size=7).values["backbone.name"]
+        == vit.values["backbone.name"]
+    )
+
+
+def test_thumbnails_on_a_gpu_get_the_network_of_the_public_table() -> None:
+    plan, measured = chosen(35_000, 32), load_recipe("massl-cifar-resnet18")
+    recipe = planned_recipe(plan)
+    assert (recipe.backbone, recipe.views.global_scale) == (measured.backbone, measured.views.global_scale)
+    for key in ("learning_rate", "weight_decay", "weight_decay_end", "clip_norm"):
+        assert getattr(recipe.optimizer, key) == getattr(measured.optimizer, key)
+    measured_horizon = measured.trainer.batch_size / (1 - measured.method.model_dump()["teacher"]["momentum"])
+    assert horizon(plan.values) == pytest.approx(measured_horizon)
+
+
+def test_a_cpu_trains_many_images_as_a_small_run() -> None:
+    many, few = (chosen(number, 1000, device_of("cpu", 16)).values for number in (1_000_000, 35_000))
+    for key in ("views.num_local", "method.teacher.momentum", "method.head.batch_norm", "method.memory.num_rows"):
+        assert many[key] == few[key]

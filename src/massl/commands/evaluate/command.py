@@ -25,7 +25,7 @@ from massl.evaluations.measurement import EvaluationError, Measurement
 from massl.evaluations.protocols import PROTOCOLS
 from massl.evaluations.results import RESULTS_FILE, ResultRow, append_rows, newest, read_rows, require_own_files
 from massl.files import write_atomically
-from massl.nn.token_readout import UnsuitableModel
+from massl.nn.token_readout import UnsuitableModel, has_class_token
 from massl.reports.tables import ResultsTable, as_markdown, results_table, transfer_averages
 from massl.weights.io import own_image_size
 
@@ -82,6 +82,8 @@ def main(arguments: Sequence[str]) -> int:
 def run_evaluation(request: EvaluationRequest) -> EvaluateResult:
     """`evaluate` with all settings in one object, as the command line gives them."""
     with model_on_device(request, cache=request.cache_folder()) as (extractor, console):
+        if extractor.feature is None and not has_class_token(extractor.model.backbone):
+            extractor = replace(extractor, feature="pooled")  # a ResNet has no other; results name it
         extractor = replace(extractor, tries_unreadable=request.again)
         return _run(extractor, request, Path(request.output).expanduser(), console)
 
