@@ -45,9 +45,10 @@ CASES = {
         num_steps=8,
         tolerances=(5e-6, 5e-6),
     ),
-    "dino": Case(  # the centre; prototypes learn from all of the batch
-        settings=TEACHER_AND_PROTOTYPES,
-        state=("centre.value", "student_prototypes.lengths", "teacher_prototypes.directions"),
+    "dino": Case(  # the centre; prototypes learn from all of the batch, and the temperature follows its entropy
+        settings={**TEACHER_AND_PROTOTYPES, "method.teacher.entropy": 1.0},
+        metrics=("loss", "teacher_temperature"),
+        state=("centre.value", "held_temperature.", "student_prototypes.lengths", "teacher_prototypes.directions"),
         left_zero={"centre.value": 0.01},
         num_steps=8,
     ),

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 import massl
+from massl.commands import timing
 from massl.commands.plan import plan
 from massl.commands.recipe import PretrainRecipe
 from massl.config import MasslError, read_yaml
 from massl.methods import METHODS
 from massl.planning import trial
+from massl.planning.costs import Speed
+from massl.planning.trial import measure_speed
 from massl.training.checkpoint import load_checkpoint
 from massl.weights.models import open_model
 
@@ -201,6 +204,37 @@ def test_the_command_of_a_plan_names_the_weights_of_the_recipe(
     named = plan(archive, recipe=file, overrides={"init": {"weights": str(old)}})
     assert shlex.split(named.command).count("--init.weights") == 1
     assert "--init " not in named.command
+
+
+def test_auto_and_plans_reckon_with_the_network_of_the_weights(
+    old: Path, recipe: Path, archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "_SECONDS", {"cpu": 0.05})
+    weights, backbone = old / "backbone.safetensors", open_model(old).backbone
+    planned = plan(archive, init=weights, overrides={"method.head.hidden_dim": 16})
+    assert f"from --init {weights}" in planned.explanation
+    assert planned.recipe.backbone.patch_size == backbone.patch_size
+    assert planned.recipe.views.global_size % backbone.patch_size == 0
+    assert shlex.split(planned.command).count("--init") == 1
+    run = massl.pretrain(
+        archive,
+        init=weights,
+        output=tmp_path / "run",
+        overrides=QUIET | {"trainer.max_steps": 1, "method.head.hidden_dim": 16},
+    )
+    assert read_yaml(run.folder / "recipe.yaml")["views"]["global_size"] == planned.recipe.views.global_size
+    other = read_yaml(recipe)
+    other["backbone"]["timm_options"] = {"embed_dim": 64, "depth": 1, "num_heads": 2}
+    (tmp_path / "other.yaml").write_text(json.dumps(other))
+    timed = list[PretrainRecipe]()
+
+    def speed(given: PretrainRecipe, *rest: Any, **more: Any) -> Speed:
+        timed.append(given)
+        return measure_speed(given, *rest, **more)
+
+    monkeypatch.setattr(timing, "measure_speed", speed)
+    plan(archive, recipe=tmp_path / "other.yaml", init=weights, minutes=0.05)
+    assert [given.backbone.timm_options["depth"] for given in timed] == [2]
 
 
 def test_a_checkpoint_of_a_run_can_be_named(old: Path, start: Any) -> None:

@@ -11,6 +11,7 @@ from massl.commands.device import choose_device
 from massl.commands.pretrain_arguments import checked_for_auto, recipe_of_run, resolve_recipe
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.recipes import AUTO
+from massl.commands.start import network_of, with_network_of
 from massl.commands.timing import (
     epochs_lasting,
     images_per_epoch,
@@ -24,6 +25,7 @@ from massl.data.sources import ImageSource
 from massl.planning.choice import Plan, choose
 from massl.planning.costs import Speed
 from massl.planning.facts import DeviceFacts, ImageFacts, look_at_device, look_at_images
+from massl.planning.rules import NetworkRow
 from massl.training.run_folder import PLAN_FILE
 
 __all__ = ["PLAN_FILE", "Resolved", "plan_images", "planned_recipe", "resolve"]
@@ -78,7 +80,7 @@ def resolve(
             raise RecipeError(f"{run} holds a run that auto did not plan; choose another --output")
         is_auto, recipe = False, None
     if is_auto:
-        chosen = _automatic(data, dotted(overrides, PretrainRecipe), minutes, tell)
+        chosen = _automatic(data, dotted(overrides, PretrainRecipe), init, minutes, tell)
         tell(chosen.explanation.rstrip())
         return chosen
     found = resolve_recipe(recipe or recipe_of_run(run, init_run, data=data), data, overrides)
@@ -86,8 +88,8 @@ def resolve(
         tell(f"the run exists and keeps its length, trainer.epochs {found.trainer.epochs}")
     if minutes is None or has_run:
         return Resolved(recipe=found)
-    source = training_images(found, may_download=data is not None)
-    return _lasting(found, source, minutes, dotted(overrides, PretrainRecipe), tell)
+    source, given = training_images(found, may_download=data is not None), dotted(overrides, PretrainRecipe)
+    return _lasting(found, with_network_of(found, init, given), source, minutes, given, tell)
 
 
 def planned_recipe(plan: Plan) -> PretrainRecipe:
@@ -96,19 +98,36 @@ def planned_recipe(plan: Plan) -> PretrainRecipe:
 
 
 def plan_images(
-    source: ImageSource, given: Mapping[str, Any], *, device: DeviceFacts | None = None
+    source: ImageSource,
+    given: Mapping[str, Any],
+    *,
+    device: DeviceFacts | None = None,
+    init: str | Path | None = None,
 ) -> tuple[ImageFacts, Plan]:
-    """What the images are, and what suits them."""
+    """What the images are, and what suits them and the weights to start from."""
     method = given.get("method.name", "massl")
     if method != "massl":
         raise RecipeError(f"auto {_INSTEAD.format(method)}")
     chosen = choose_device(str(given.get("trainer.device", "auto")), option="trainer.device")
     facts = look_at_images(source)
-    return facts, choose(facts, device or look_at_device(chosen), given)
+    return facts, choose(facts, device or look_at_device(chosen), given, start=_network_row(init))
+
+
+def _network_row(init: str | Path | None) -> NetworkRow | None:
+    if init is None:
+        return None
+    values = {f"backbone.{key}": value for key, value in network_of(init).model_dump().items()}
+    name, _ = values.pop("backbone.name"), values.pop("backbone.drop_path_rate")
+    options = {key: value for key, value in values.items() if value is not None}
+    return NetworkRow(name=name, kind="", options=options, because=f"from --init {init}")
 
 
 def _automatic(
-    data: str | Path | None, overrides: dict[str, Any], minutes: float | None, tell: Callable[[str], None]
+    data: str | Path | None,
+    overrides: dict[str, Any],
+    init: str | Path | None,
+    minutes: float | None,
+    tell: Callable[[str], None],
 ) -> Resolved:
     given = overrides | ({} if data is None else {"data.source": str(data)})
     if not given.get("data.source"):
@@ -119,25 +138,26 @@ def _automatic(
     source = training_images(
         validate(PretrainRecipe, merge({}, reading, PretrainRecipe), origin="auto"), may_download=True
     )
-    facts, plan = plan_images(source, given)
+    facts, plan = plan_images(source, given, init=init)
     recipe = planned_recipe(plan)
     if minutes is None:
         return Resolved(recipe=recipe, plan=plan, images=facts)
     speed, epochs, why = _trial(recipe, source, minutes, facts, tell)
-    _, plan = plan_images(source, {**given, "trainer.epochs": epochs})
+    _, plan = plan_images(source, {**given, "trainer.epochs": epochs}, init=init)
     plan.reasons["trainer.epochs"] = why
     return Resolved(recipe=planned_recipe(plan), plan=plan, images=facts, speed=speed)
 
 
 def _lasting(
     recipe: PretrainRecipe,
+    timed: PretrainRecipe,
     source: ImageSource,
     minutes: float,
     given: Mapping[str, Any],
     tell: Callable[[str], None],
 ) -> Resolved:
-    """The recipe with the epochs that fill the minutes, and shorter warm-ups."""
-    speed, epochs, why = _trial(recipe, source, minutes, None, tell)
+    """The recipe with the epochs that fill the minutes, and shorter warm-ups. `timed`: with the network of --init."""
+    speed, epochs, why = _trial(timed, source, minutes, None, tell)
     tell(f"trainer.epochs {epochs}: {why}")
     changes = {"trainer.epochs": epochs, **shortened_warm_ups(recipe, epochs=epochs, given=given)}
     return Resolved(recipe=resolve_recipe(recipe, None, changes), speed=speed)

@@ -25,8 +25,8 @@ def counted_gib(recipe: PretrainRecipe, device: torch.device) -> float | None:
 def require_memory(recipe: PretrainRecipe, source: ImageSource, device: torch.device, console: Console) -> str:
     """Refuse a run that cannot fit. By count first; a GPU that is near its limit is tried with small batches.
 
-    Returns a warning where the count alone says so, else "". Networks that cannot be counted are not tried: `massl plan`
-    measures them.
+    Returns a warning where the count alone says so, else "". Networks that cannot be counted are not tried:
+    `massl plan` measures them.
     """
     counted, free = counted_gib(recipe, device), free_memory_gib(device)
     if counted is None or counted <= _SURE_SHARE * free:

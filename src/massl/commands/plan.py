@@ -16,6 +16,7 @@ from massl.commands.images import open_images
 from massl.commands.memory_check import counted_gib, measured_memory, too_large
 from massl.commands.pretrain_arguments import default_output, parse_pretrain
 from massl.commands.recipe import PretrainRecipe
+from massl.commands.start import with_network_of
 from massl.commands.timing import WARM_UPS, images_per_epoch, steady_speed
 from massl.config import RecipeError, dotted, flatten
 from massl.data.sources import ImageSource, held_out
@@ -77,35 +78,49 @@ def plan(
     minutes: float | None = None,
     epochs: int | None = None,
     overrides: Mapping[str, Any] | None = None,
+    init: str | Path | None = None,
 ) -> RunPlan:
     """What `pretrain` with the same arguments would train, and the memory, time and disk it would need."""
     changes = {**dotted(overrides or {}, PretrainRecipe), **({} if epochs is None else {"trainer.epochs": epochs})}
     words = [str(data)]
     words += [] if recipe is None or isinstance(recipe, PretrainRecipe) else ["--recipe", str(recipe)]
+    words += [] if init is None else ["--init", str(init)]
     words += [word for key, value in changes.items() for word in (f"--{key}", str(value))]
-    found = resolve(recipe, data=data, overrides=changes, minutes=minutes, quiet=True)
-    return _cost(found, Path(output or default_output(data)), words, may_download=True)
+    found = resolve(recipe, data=data, overrides=changes, init=init, minutes=minutes, quiet=True)
+    return _cost(found, Path(output or default_output(data)), words, init=init, given=changes, may_download=True)
 
 
 def main(arguments: Sequence[str]) -> int:
     call = parse_pretrain(arguments, command="plan", description=DESCRIPTION)
     if call.data is None and not isinstance(call.recipe, PretrainRecipe):
         raise RecipeError("which images? massl plan photos/")
-    found = resolve(call.recipe, data=call.data, overrides=call.overrides, minutes=call.minutes, quiet=True)
+    found = resolve(
+        call.recipe, data=call.data, overrides=call.overrides, init=call.init, minutes=call.minutes, quiet=True
+    )
     words = _without(arguments, "--minutes", "--output")
     output = Path(call.output or default_output(found.recipe.data.source))
-    planned = _cost(found, output, words, may_download=call.data is not None)
+    is_named = call.data is not None
+    planned = _cost(found, output, words, init=call.init, given=call.overrides, may_download=is_named)
     screen = result_console()
     for line in plan_lines(planned):
         print_line(screen, line)
     return 1 if planned.problem else 0
 
 
-def _cost(found: Resolved, output: Path, words: Sequence[str], *, may_download: bool) -> RunPlan:
+def _cost(
+    found: Resolved,
+    output: Path,
+    words: Sequence[str],
+    *,
+    init: str | Path | None,
+    given: Mapping[str, Any],
+    may_download: bool,
+) -> RunPlan:
     """`may_download`: the user named the images, not a recipe."""
     recipe, console = found.recipe, message_console()
     device = choose_device(recipe.trainer.device, option="trainer.device")
     source = open_images(recipe.data.source, rules=recipe.data.rules(), may_download=may_download)
+    recipe = with_network_of(recipe, init, given)
     if recipe.data.hold_out > 0:
         source = held_out(source, recipe.data.hold_out)[0]
     facts = found.images or look_at_images(source)

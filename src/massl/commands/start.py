@@ -124,9 +124,7 @@ def _started(recipe: PretrainRecipe, weights: str, given: Collection[str]) -> St
         raise RecipeError(
             f"--init.part all: {weights} is no run of {recipe.method.name}, so it has no head for it; leave it out"
         )
-    model = open_model(run if run is not None and path.is_file() else weights)
-    if model.origin.startswith("random weights"):
-        raise RecipeError(f"--init {weights} names no weights, only an architecture; add a tag, as in NAME.dino")
+    model = _opened(weights)
     backbone = backbone_settings(model, drop_path_rate=recipe.backbone.drop_path_rate)
     _refuse_disagreement(recipe.backbone, backbone, given, weights)
     values = recipe.model_dump(mode="json") | {"backbone": backbone.model_dump(mode="json")}
@@ -137,6 +135,25 @@ def _started(recipe: PretrainRecipe, weights: str, given: Collection[str]) -> St
         wanted = InitSettings(**{key: value for key, value in dict(wanted).items() if f"init.{key}" in given})
     init = wanted.resolved(weights=place, has_head=is_own, epochs=recipe.trainer.epochs)
     return Start(recipe=_validated({**values, "init": init.model_dump()}, recipe), model=model)
+
+
+def _opened(weights: str) -> LoadedModel:
+    path = Path(weights).expanduser()
+    run = _run_of(path)
+    model = open_model(run if run is not None and path.is_file() else weights)
+    if model.origin.startswith("random weights"):
+        raise RecipeError(f"--init {weights} names no weights, only an architecture; add a tag, as in NAME.dino")
+    return model
+
+
+def network_of(weights: str | Path) -> BackboneSettings:
+    """The architecture of `--init`."""
+    return backbone_settings(_opened(str(weights)), drop_path_rate=0.0)
+
+
+def with_network_of(recipe: PretrainRecipe, weights: str | Path | None, given: Collection[str]) -> PretrainRecipe:
+    """What a run with `--init` trains, for a trial of it."""
+    return recipe if weights is None else _started(recipe, str(weights), given).recipe
 
 
 def _run_of(path: Path) -> Path | None:

@@ -24,7 +24,7 @@ class Plan:
         """Choose a value unless the user gave one or the network has its own; returns what holds."""
         is_given = key in self.given
         if key in self.network.options:
-            value, why = self.network.options[key], "as measured with this network" if why else ""
+            value, why = self.network.options[key], self.network.because if why else ""
         self.values[key] = self.given[key] if is_given else value
         self.reasons[key] = f"as you asked (auto: {_text(value)})" if is_given else why
         return self.values[key]
@@ -39,8 +39,13 @@ class Plan:
         return [f"{key} {_text(self.values[key])}: {why}" for key, why in self.reasons.items() if why]
 
 
-def choose(images: ImageFacts, device: DeviceFacts, given: Mapping[str, Any]) -> Plan:
-    """A complete plan; `given` holds the user's own values by dotted key, which others follow."""
+def choose(
+    images: ImageFacts, device: DeviceFacts, given: Mapping[str, Any], *, start: rules.NetworkRow | None = None
+) -> Plan:
+    """A complete plan; `given` holds the user's own values by dotted key, which others follow.
+
+    `start` is the network of the weights to start from.
+    """
     limits = rules.device_row(device.kind, device.memory_gib)
     num_images = min(images.num_images, limits.most_images)
     row = rules.view_row(min(images.side, rules.at("largest_view", num_images), limits.view))
@@ -51,11 +56,12 @@ def choose(images: ImageFacts, device: DeviceFacts, given: Mapping[str, Any]) ->
     suited = suits[smallest]
     if given.keys() & rules.OF_VITS:
         smallest = max(smallest, rules.SMALLEST_VIT, key=order.index)
-    wanted, name = rules.NETWORKS[smallest], str(given.get("backbone.name", rules.NETWORKS[smallest].name))
-    network = wanted if name == wanted.name else rules.NetworkRow(name=name, kind="", measured="")
+    wanted = start or rules.NETWORKS[smallest]
+    name = str(given.get("backbone.name", wanted.name))
+    network = wanted if name == wanted.name else rules.NetworkRow(name=name, kind="")
     plan = Plan(given=given, num_images=num_images, network=network)
     row = _choose_views(plan, images, limits, row)
-    _choose_network(plan, wanted, suited, row)
+    _choose_network(plan, wanted, network.because if start else f"{wanted.kind} of the size that suits {suited}", row)
     _choose_trainer(plan, images, device, limits)
     _choose_method(plan, images, limits)
     _fit_memory(plan, images, device)
@@ -68,7 +74,11 @@ def choose(images: ImageFacts, device: DeviceFacts, given: Mapping[str, Any]) ->
 def _choose_views(plan: Plan, images: ImageFacts, limits: rules.DeviceRow, row: rules.ViewRow) -> rules.ViewRow:
     n, chosen = images.num_images, max(row.side, plan.network.smallest_view)
     side = f"your images are typically {images.typical_size}"
-    if images.side > row.side:
+    if patch := plan.network.options.get("backbone.patch_size"):
+        patches = max(1, min(row.side // row.patch, images.side // patch))
+        chosen = patches * patch
+        side += f"; {patches} x {patches} patches of {patch} px"
+    elif images.side > row.side:
         of = "this CPU" if limits.kind == "cpu" and limits.view <= plan.at("largest_view") else f"{n:,} images"
         side += f"; {row.side} px suit {of}"
     elif chosen > row.side:
@@ -90,11 +100,10 @@ def _choose_views(plan: Plan, images: ImageFacts, limits: rules.DeviceRow, row: 
     return row
 
 
-def _choose_network(plan: Plan, wanted: rules.NetworkRow, suited: str, row: rules.ViewRow) -> None:
+def _choose_network(plan: Plan, wanted: rules.NetworkRow, why: str, row: rules.ViewRow) -> None:
     """`wanted` is auto's own; the user may have given another."""
-    reason = f"; {wanted.reason}" if wanted.reason else ""
-    name = plan.set("backbone.name", wanted.name, f"{wanted.kind} of the size that suits {suited}{reason}")
-    if name.startswith("vit_"):
+    name = plan.set("backbone.name", wanted.name, f"{why}; {wanted.reason}" if wanted.reason else why)
+    if name.startswith("vit_") and "backbone.patch_size" not in plan.network.options:
         size = plan.values["views.global_size"]
         plan.set("backbone.image_size", size, "")
         plan.set("backbone.patch_size", row.patch, f"{(size // row.patch) ** 2} patches an image")

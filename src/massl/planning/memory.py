@@ -19,7 +19,10 @@ from massl.nn.timm_models import create_timm_model
 # fused kernels have 9.8. Plain float32: counted in timm's blocks.
 _BYTES: Final = {("fused", "bf16"): 21.0, ("plain", "bf16"): 52.0, ("plain", "fp32"): 84.0}
 _BYTES_PER_WEIGHT: Final = 20  # student: weight, gradient, two averages of AdamW; the teacher
-_FIXED_GIB: Final = {"cuda": 0.2, "cpu": 0.5}  # the libraries' own
+# Other networks, times what autograd keeps in float32. Measured: a ResNet-10 on a CPU, 1.2, 1.9 and 2.9 GiB at batch
+# 128, 512 and 1,024, and a ResNet-18 on an H200, 3.2 GiB (docs/results/lightly-cifar10.md).
+_OTHER_SHARE: Final = {"fp32": 1.35, "bf16": 0.6}
+_FIXED_GIB: Final = {"cuda": 0.2, "cpu": 1.0}  # the libraries' own
 _DIMENSIONS: Final = {"tiny": 192, "small": 384, "base": 768, "large": 1024}
 _DEPTH: Final = {"large": 24}
 _NAME: Final = re.compile(r"vit_(tiny|small|base|large)_patch(\d+)_\d+")
@@ -57,9 +60,12 @@ def _kept_bytes(values: Mapping[str, Any], sizes: list[int], device_kind: str) -
     """Kept for the backward pass, for the views of one image."""
     precision, shape = str(values["trainer.precision"]), _shape(values)
     if shape is None:
-        share = 0.5 if precision == "bf16" else 1.0
         networks = [_network(values, size) for size in sizes]
-        return None if None in networks else share * sum(network.kept_bytes for network in networks if network)
+        return (
+            None
+            if None in networks
+            else _OTHER_SHARE[precision] * sum(network.kept_bytes for network in networks if network)
+        )
     dim, depth, patch = shape
     is_fused = device_kind == "cuda" and precision == "bf16" and values.get("trainer.kernels", "fused") == "fused"
     kept = _BYTES["fused" if is_fused else "plain", precision] * depth

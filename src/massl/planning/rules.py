@@ -138,7 +138,8 @@ class NetworkRow:
     reason: str = ""
     smallest_view: int = 0  # smaller images are enlarged
     options: Mapping[str, Any] = field(default_factory=dict)  # other values of the recipe
-    measured: str
+    because: str = "as measured with this network"  # why it has them
+    measured: str = ""  # the page with the measurement, or "the paper"
 
 
 NETWORKS: Final = {  # in order of size

@@ -86,4 +86,13 @@ def test_networks_that_cannot_be_counted_are_left_alone(
     source: ImageSource, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     having(monkeypatch, 0.1)
-    require_memory(load_recipe("massl-cifar-resnet18"), source, GPU, console)
+    fixed_size = {"backbone.name": "swin_tiny_patch4_window7_224", "backbone.stem": ""}  # views have 32 px
+    require_memory(load_recipe("massl-cifar-resnet18", fixed_size), source, GPU, console)
+
+
+def test_a_resnet_that_cannot_fit_is_refused(
+    source: ImageSource, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    having(monkeypatch, 2, measured=3.2)
+    with pytest.raises(RecipeError, match=r"about 3.2 GiB, but the GPU has 2.0 free"):
+        require_memory(load_recipe("massl-cifar-resnet18"), source, GPU, console)
