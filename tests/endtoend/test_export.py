@@ -144,8 +144,14 @@ def test_transformers_opens_exports_without_massl(tmp_path: Path) -> None:
     others = {name: write_backbone(tmp_path / f"{name}.safetensors", TINY | more) for name, more in OTHERS.items()}
     for name, other in others.items():
         folders.append((exported(other, "transformers", tmp_path, name, SIZES[1]), "transformers", name_of(SIZES[1])))
+    # through timm: another kind of network, and a shape that transformers' DINOv2 does not take
+    others["resnet"] = write_backbone(tmp_path / "resnet.safetensors", {}, "resnet10t")
+    others["wide"] = others["registers"]
+    for name, size in (("resnet", SIZES[1]), ("wide", SIZES[2])):
+        folders.append((exported(others[name], "transformers", tmp_path, name, size), "transformers", name_of(size)))
+        assert json.loads((tmp_path / name / "config.json").read_text())["model_type"] == "timm_wrapper"
     found = features_outside(tmp_path, folders)
-    assert len(found) == 2 * 6
+    assert len(found) == 2 * 8
     for name, other in [("t", file), *others.items()]:
         own = {key: value for key, value in found.items() if re.match(rf"{name}(\d)? [^ ]+$", key)}
         compare(tmp_path, other, own, tolerance=1e-5)

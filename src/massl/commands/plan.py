@@ -141,8 +141,8 @@ def _cost(
     length = [] if found.speed is None else ["--trainer.epochs", str(epochs)]
     if found.speed is not None and found.plan is None:  # auto derives its warm-ups from the epochs
         length += [word for key in WARM_UPS if values.get(key) for word in (f"--{key}", f"{values[key]:g}")]
-    init = _named_init(recipe, words)
-    command = shlex.join(["massl", "pretrain", *words, *init, *length, "--output", str(output)])
+    weights = _named_init(recipe, words)
+    command = shlex.join(["massl", "pretrain", *words, *weights, *length, "--output", str(output)])
     return RunPlan(
         recipe=recipe,
         explanation=found.explanation,

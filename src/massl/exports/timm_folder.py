@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+from torch import Tensor
 
 from massl.exports.job import (
     ExportError,
@@ -29,6 +30,18 @@ with torch.no_grad():
 
 
 def write_timm(job: ExportJob, folder: Path) -> Written:
+    config, tensors = described(job)
+    write_weights(folder / "model.safetensors", tensors)
+    write_json(folder / "config.json", config)
+    name = f"local-dir:{folder}"
+    with opening("timm"):
+        opened = timm.create_model(name, pretrained=True).eval()
+    difference = check_features(job, opened, [job.size], tolerance=1e-5)
+    return Written(library="timm", snippet=_SNIPPET, sizes=_sizes(job, name), difference=difference)
+
+
+def described(job: ExportJob) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and the weights as timm reads them."""
     if job.has_small_stem:
         raise ExportError(
             "timm has no option for the small first layer of this ResNet (backbone.stem small); export it with --to "
@@ -54,13 +67,7 @@ def write_timm(job: ExportJob, folder: Path) -> Written:
             **job.preparation.for_timm(),
         },
     }
-    write_weights(folder / "model.safetensors", tensors)
-    write_json(folder / "config.json", config)
-    name = f"local-dir:{folder}"
-    with opening("timm"):
-        opened = timm.create_model(name, pretrained=True).eval()
-    difference = check_features(job, opened, [job.size], tolerance=1e-5)
-    return Written(library="timm", snippet=_SNIPPET, sizes=_sizes(job, name), difference=difference)
+    return config, tensors
 
 
 def _sizes(job: ExportJob, name: str) -> str:

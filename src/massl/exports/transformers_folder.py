@@ -1,7 +1,8 @@
 """A folder for `transformers.AutoModel` and `AutoImageProcessor`, written for one image size.
 
 A plain ViT becomes a ViTModel; layer scale or registers make it a Dinov2Model or Dinov2WithRegistersModel. The keys are
-those of published weights, which transformers 4 and 5 both read.
+those of published weights, which transformers 4 and 5 both read. Other networks become a TimmWrapperModel, which builds
+them with timm.
 """
 
 import importlib.util
@@ -26,6 +27,7 @@ from massl.exports.job import (
     write_json,
     write_weights,
 )
+from massl.exports.timm_folder import described
 from massl.nn.transformer.plain import PlainBlock, has_plain_attention
 
 _SNIPPET = """import torch
@@ -36,7 +38,8 @@ model = AutoModel.from_pretrained("{folder}").eval()
 processor = AutoImageProcessor.from_pretrained("{folder}")
 inputs = processor(Image.open("{image}").convert("RGB"), return_tensors="pt")
 with torch.no_grad():
-    features = model(**inputs).pooler_output  # the class token; last_hidden_state holds all tokens"""
+    features = model(**inputs).pooler_output  # one vector an image; last_hidden_state holds all tokens or positions"""
+_WRAPPER = {"model_type": "timm_wrapper", "architectures": ["TimmWrapperModel"], "do_pooling": True}
 
 
 def require_transformers() -> None:
@@ -49,13 +52,12 @@ def require_transformers() -> None:
 
 def write_transformers(job: ExportJob, folder: Path) -> Written:
     require_transformers()
-    model = _suitable(job)
+    model = job.backbone.model
+    if not isinstance(model, VisionTransformer) or not _is_plain(model):
+        return _write_wrapper(job, folder)
     is_dinov2 = _is_dinov2(model)
-    if is_dinov2 and job.size[0] != job.size[1]:
-        raise ExportError(
-            "transformers' DINOv2, which has layer scale and registers, cannot hold position embeddings for "
-            f"{job.size[0]} x {job.size[1]} px; choose a square --image_size, or --to timm, onnx or torchhub"
-        )
+    if is_dinov2 and not _dinov2_holds(job, model):
+        return _write_wrapper(job, folder)
     write_weights(folder / "model.safetensors", _tensors(job, model, is_dinov2=is_dinov2))
     write_json(folder / "config.json", _config(job, model, is_dinov2=is_dinov2))
     write_json(folder / "preprocessor_config.json", job.preparation.for_transformers())
@@ -63,6 +65,24 @@ def write_transformers(job: ExportJob, folder: Path) -> Written:
         opened = _open(folder)
     difference = check_features(job, lambda images: opened(images).pooler_output, [job.size], tolerance=1e-5)
     sizes = _sizes(job, opened, is_dinov2=is_dinov2)
+    return Written(library="transformers", snippet=_SNIPPET, sizes=sizes, difference=difference)
+
+
+def _write_wrapper(job: ExportJob, folder: Path) -> Written:
+    """What timm reads, and the name of the class of transformers that hands it to timm."""
+    config, tensors = described(job)
+    config["model_args"] = {key: value for key, value in config["model_args"].items() if key != "num_classes"}
+    write_weights(folder / "model.safetensors", tensors)
+    write_json(folder / "config.json", _WRAPPER | config)
+    write_json(folder / "preprocessor_config.json", job.preparation.for_transformers())
+    with _quiet(), opening("transformers"):
+        opened = _open(folder)
+    difference = check_features(job, lambda images: opened(images).pooler_output, [job.size], tolerance=1e-5)
+    height, width = job.size
+    sizes = (
+        f"The folder is written for {height} x {width} px, and transformers needs timm to open it. Export again with "
+        "`--image_size` for another size; folders for torch.hub take all sizes."
+    )
     return Written(library="transformers", snippet=_SNIPPET, sizes=sizes, difference=difference)
 
 
@@ -112,45 +132,30 @@ def _sizes(job: ExportJob, opened: Any, *, is_dinov2: bool) -> str:
 # ---- which models --------------------------------------------------------------------------------------------------
 
 
-def _suitable(job: ExportJob) -> VisionTransformer:
-    model = job.backbone.model
-    reason = _why_not(model)
-    if reason is not None:
-        others = "torchhub or --to onnx" if job.has_small_stem else "timm, --to onnx or --to torchhub"
-        raise ExportError(
-            f"transformers has no model that computes {job.architecture} exactly: {reason}. Choose --to {others}"
-        )
-    assert isinstance(model, VisionTransformer)
-    return model
-
-
-def _why_not(model: nn.Module) -> str | None:
-    if not isinstance(model, VisionTransformer):
-        return "it is no plain vision transformer"
+def _is_plain(model: VisionTransformer) -> bool:
+    """Whether a ViTModel or a Dinov2Model computes it exactly."""
     if model.cls_token is None or model.pos_embed is None:
-        return "it has no class token or no position embeddings"
+        return False
     extras = (model.norm_pre, model.fc_norm, model.patch_drop, model.patch_embed.norm)
     if not all(isinstance(part, nn.Identity) for part in extras):
-        return "it has a further norm or drops patches"
+        return False
     if not isinstance(model.patch_embed.proj, nn.Conv2d) or not isinstance(model.norm, nn.LayerNorm):
-        return "its patch embedding or its last norm is another one"
+        return False
     first: PlainBlock = model.blocks[0]
     eps, heads = first.norm1.eps, first.attn.num_heads
-    return next((reason for block in model.blocks if (reason := _why_not_block(block, eps, heads)) is not None), None)
+    return all(_is_plain_block(block, eps, heads) for block in model.blocks)
 
 
-def _why_not_block(block: PlainBlock, eps: float, heads: int) -> str | None:
+def _is_plain_block(block: PlainBlock, eps: float, heads: int) -> bool:
     if not has_plain_attention(block):
-        return "its blocks are not timm's plain ones"
+        return False
     mlp = block.mlp
     if type(mlp) is not Mlp or not isinstance(mlp.norm, nn.Identity) or _activation(mlp.act) is None:
-        return "its blocks have another MLP than Linear, GELU, Linear"
+        return False
     norms = (block.norm1, block.norm2)
     if not all(isinstance(norm, nn.LayerNorm) and norm.eps == eps and norm.bias is not None for norm in norms):
-        return "its norms are not plain LayerNorm"
-    if block.attn.num_heads != heads or block.attn.num_heads * block.attn.head_dim != mlp.fc1.in_features:
-        return "its attention has another width than its tokens"
-    return None
+        return False
+    return bool(block.attn.num_heads == heads and heads * block.attn.head_dim == mlp.fc1.in_features)
 
 
 def _activation(module: nn.Module) -> str | None:
@@ -162,6 +167,12 @@ def _activation(module: nn.Module) -> str | None:
 def _is_dinov2(model: VisionTransformer) -> bool:
     scales = [part for block in model.blocks for part in (block.ls1, block.ls2)]
     return model.reg_token is not None or any(not isinstance(part, nn.Identity) for part in scales)
+
+
+def _dinov2_holds(job: ExportJob, model: VisionTransformer) -> bool:
+    """transformers' DINOv2 has square grids of positions, and an MLP of whole widths."""
+    block: PlainBlock = model.blocks[0]
+    return job.size[0] == job.size[1] and int(block.mlp.fc1.out_features) % model.embed_dim == 0
 
 
 # ---- config and weights --------------------------------------------------------------------------------------------
@@ -189,8 +200,6 @@ def _config(job: ExportJob, model: VisionTransformer, *, is_dinov2: bool) -> dic
     if not is_dinov2:  # a pooler that changes nothing: the class token
         own = {"model_type": "vit", "architectures": ["ViTModel"], "intermediate_size": hidden}
         return {**own, **config, "pooler_act": "linear", "pooler_output_size": model.embed_dim}
-    if hidden % model.embed_dim:
-        raise ExportError("transformers' DINOv2 needs an MLP of whole widths; choose --to timm, onnx or torchhub")
     has_registers = model.reg_token is not None
     kind, name = ("dinov2_with_registers", "Dinov2WithRegistersModel") if has_registers else ("dinov2", "Dinov2Model")
     registers = {"num_register_tokens": model.reg_token.shape[1]} if model.reg_token is not None else {}
