@@ -119,7 +119,7 @@ def test_workers_that_die_hang_or_eat_memory_are_counted_and_replaced() -> None:
     names = ("cases", "survived", "wrong", "lost", "crash", "hang")
     assert [dying[name] for name in names] == [8, 4, 1, 0, 3, 0]
     assert [hanging[name] for name in names] == [4, 2, 0, 0, 0, 2]
-    assert dying["peak_mib"] > 300
+    assert dying["peak_mib"] >= 300  # stopped on the way to 400, and rounded
 
 
 def test_the_page_has_the_table_of_the_results() -> None:
