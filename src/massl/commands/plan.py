@@ -133,16 +133,6 @@ def _cost(
         with working(console, "a short trial of its speed"):
             speed = steady_speed(timed, source, facts=facts)
     epochs, probes = recipe.trainer.epochs, recipe.probes.every_epochs
-    values = {**flatten(recipe), "backbone.timm_options": recipe.backbone.timm_options}
-    checkpoint = checkpoint_gib(values)
-    kept = recipe.trainer.keep_checkpoints + 1  # the new one is written before an old one is removed
-    if recipe.trainer.milestone_every_epochs:
-        kept += epochs // recipe.trainer.milestone_every_epochs
-    length = [] if found.speed is None else ["--trainer.epochs", str(epochs)]
-    if found.speed is not None and found.plan is None:  # auto derives its warm-ups from the epochs
-        length += [word for key in WARM_UPS if values.get(key) for word in (f"--{key}", f"{values[key]:g}")]
-    weights = _named_init(recipe, words)
-    command = shlex.join(["massl", "pretrain", *words, *weights, *length, "--output", str(output)])
     return RunPlan(
         recipe=recipe,
         explanation=found.explanation,
@@ -157,10 +147,29 @@ def _cost(
         speed=speed,
         training_seconds=speed.training_seconds(images_per_epoch=images_per_epoch(recipe, len(source)), epochs=epochs),
         probe_seconds=speed.probe_seconds(epochs=epochs, every_epochs=probes),
-        disk_gib=None if checkpoint is None else checkpoint * kept,
+        disk_gib=_disk_gib(recipe),
         output=output,
-        command=command,
+        command=_command(found, recipe, words, output),
     )
+
+
+def _disk_gib(recipe: PretrainRecipe) -> float | None:
+    """Of all checkpoints that are kept."""
+    settings = recipe.trainer
+    checkpoint = checkpoint_gib({**flatten(recipe), "backbone.timm_options": recipe.backbone.timm_options})
+    kept = settings.keep_checkpoints + 1  # the new one is written before an old one is removed
+    if settings.milestone_every_epochs:
+        kept += settings.epochs // settings.milestone_every_epochs
+    return None if checkpoint is None else checkpoint * kept
+
+
+def _command(found: Resolved, recipe: PretrainRecipe, words: Sequence[str], output: Path) -> str:
+    values = flatten(recipe)
+    length = [] if found.speed is None else ["--trainer.epochs", str(recipe.trainer.epochs)]
+    if found.speed is not None and found.plan is None:  # auto derives its warm-ups from the epochs
+        length += [word for key in WARM_UPS if values.get(key) for word in (f"--{key}", f"{values[key]:g}")]
+    weights = _named_init(recipe, words)
+    return shlex.join(["massl", "pretrain", *words, *weights, *length, "--output", str(output)])
 
 
 def _named_init(recipe: PretrainRecipe, words: Sequence[str]) -> list[str]:
