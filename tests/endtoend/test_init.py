@@ -15,10 +15,13 @@ from massl.commands.plan import plan
 from massl.commands.recipe import PretrainRecipe
 from massl.config import MasslError, read_yaml
 from massl.methods import METHODS
+from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.planning import trial
 from massl.planning.costs import Speed
+from massl.planning.rules import NETWORKS
 from massl.planning.trial import measure_speed
 from massl.training.checkpoint import load_checkpoint
+from massl.weights.io import backbone_bytes
 from massl.weights.models import open_model
 
 QUIET = {"probes.every_epochs": 0, "trainer.log_every_steps": 1, "trainer.checkpoint_every_steps": 1}
@@ -223,6 +226,13 @@ def test_auto_and_plans_reckon_with_the_network_of_the_weights(
         overrides=QUIET | {"trainer.max_steps": 1, "method.head.hidden_dim": 16},
     )
     assert read_yaml(run.folder / "recipe.yaml")["views"]["global_size"] == planned.recipe.views.global_size
+    own = BackboneSettings(name="resnet10t", timm_options={"stem_width": 8})
+    facts: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2), "image_size": 16}
+    content = backbone_bytes(build_backbone(own, seed=0).model, timm_arguments=own.timm_arguments(), **facts)
+    (tmp_path / "resnet.safetensors").write_bytes(content)
+    planned = plan(archive, init=tmp_path / "resnet.safetensors", overrides={"method.head.hidden_dim": 16})
+    assert planned.recipe.backbone.timm_options == {"stem_width": 8}  # of the weights, not of auto's own ResNet
+    assert planned.recipe.optimizer.learning_rate == NETWORKS["slim"].options["optimizer.learning_rate"]
     other = read_yaml(recipe)
     other["backbone"]["timm_options"] = {"embed_dim": 64, "depth": 1, "num_heads": 2}
     (tmp_path / "other.yaml").write_text(json.dumps(other))

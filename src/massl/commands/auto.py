@@ -25,7 +25,7 @@ from massl.data.sources import ImageSource
 from massl.planning.choice import Plan, choose
 from massl.planning.costs import Speed
 from massl.planning.facts import DeviceFacts, ImageFacts, look_at_device, look_at_images
-from massl.planning.rules import NetworkRow
+from massl.planning.rules import NETWORKS, NetworkRow
 from massl.training.run_folder import PLAN_FILE
 
 __all__ = ["PLAN_FILE", "Resolved", "plan_images", "planned_recipe", "resolve"]
@@ -119,7 +119,8 @@ def _network_row(init: str | Path | None) -> NetworkRow | None:
     values = {f"backbone.{key}": value for key, value in network_of(init).model_dump().items()}
     name, _ = values.pop("backbone.name"), values.pop("backbone.drop_path_rate")
     options = {key: value for key, value in values.items() if value is not None}
-    return NetworkRow(name=name, kind="", options=options, because=f"from --init {init}")
+    measured = next((row.options for row in NETWORKS.values() if row.name == name), {})
+    return NetworkRow(name=name, kind="", options={**measured, **options}, origin=f"from --init {init}")
 
 
 def _automatic(

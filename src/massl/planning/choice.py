@@ -24,7 +24,8 @@ class Plan:
         """Choose a value unless the user gave one or the network has its own; returns what holds."""
         is_given = key in self.given
         if key in self.network.options:
-            value, why = self.network.options[key], self.network.because if why else ""
+            measured = self.network.origin if key.startswith("backbone.") else "as measured with this network"
+            value, why = self.network.options[key], measured if why else ""
         self.values[key] = self.given[key] if is_given else value
         self.reasons[key] = f"as you asked (auto: {_text(value)})" if is_given else why
         return self.values[key]
@@ -61,7 +62,7 @@ def choose(
     network = wanted if name == wanted.name else rules.NetworkRow(name=name, kind="")
     plan = Plan(given=given, num_images=num_images, network=network)
     row = _choose_views(plan, images, limits, row)
-    _choose_network(plan, wanted, network.because if start else f"{wanted.kind} of the size that suits {suited}", row)
+    _choose_network(plan, wanted, network.origin if start else f"{wanted.kind} of the size that suits {suited}", row)
     _choose_trainer(plan, images, device, limits)
     _choose_method(plan, images, limits)
     _fit_memory(plan, images, device)

@@ -138,7 +138,7 @@ class NetworkRow:
     reason: str = ""
     smallest_view: int = 0  # smaller images are enlarged
     options: Mapping[str, Any] = field(default_factory=dict)  # other values of the recipe
-    because: str = "as measured with this network"  # why it has them
+    origin: str = "as measured with this network"  # of its architecture
     measured: str = ""  # the page with the measurement, or "the paper"
 
 

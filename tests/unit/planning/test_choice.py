@@ -238,7 +238,7 @@ def test_thumbnails_on_a_gpu_get_the_network_of_the_public_table() -> None:
 
 def test_the_views_of_weights_to_start_from_have_as_many_of_their_patches() -> None:
     options = {"backbone.patch_size": 14, "backbone.image_size": 518, "backbone.stem": "", "backbone.timm_options": {}}
-    start = rules.NetworkRow(name="vit_small_patch14_reg4_dinov2", kind="", options=options, because="from --init A")
+    start = rules.NetworkRow(name="vit_small_patch14_reg4_dinov2", kind="", options=options, origin="from --init A")
     for side, device, expected in ((1000, GPU, 196), (100, GPU, 98), (1000, device_of("cpu", 16), 112)):
         plan = choose(images_of(10_000, side), device, {}, start=start)
         assert plan.values["views.global_size"] == expected
