@@ -14,6 +14,7 @@ from massl.config import MasslError
 from massl.exports.job import ExportError
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.io import backbone_bytes
+from massl.weights.models import open_model
 
 
 @pytest.fixture
@@ -87,29 +88,34 @@ def test_an_export_with_other_features_is_not_written(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "settings", "to", "message"),
-    [
-        (
-            "resnet10t",
-            {},
-            {},
-            "transformers",
-            "no plain vision transformer. Choose --to timm, --to onnx or --to torchhub",
-        ),
-        ("resnet18", {}, {"stem": "small"}, "timm", "--to torchhub or --to onnx"),
-        ("vit_tiny_patch16_224", {"depth": 1, "qk_norm": True}, {}, "transformers", "blocks are not timm's plain ones"),
-        ("vit_tiny_patch16_224", {"depth": 1, "act_layer": "relu"}, {}, "transformers", "another MLP"),
-    ],
-)
-def test_what_a_library_cannot_compute_is_refused_with_another_way(
-    name: str, options: dict[str, Any], settings: dict[str, Any], to: Any, message: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("to", ["timm", "transformers"])
+def test_what_a_library_cannot_compute_is_refused_with_another_way(to: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    file = write(tmp_path / "b.safetensors", name, options, **settings)
-    with pytest.raises(ExportError, match=message):
+    file = write(tmp_path / "b.safetensors", "resnet18", {}, stem="small")
+    with pytest.raises(ExportError, match="--to torchhub or --to onnx"):
         run_export(ExportSettings(run=str(file), to=to, output=str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("resnet10t", {}),
+        ("vit_tiny_patch16_224", {"depth": 1, "qk_norm": True}),  # blocks that are not timm's plain ones
+        ("vit_tiny_patch16_224", {"depth": 1, "act_layer": "relu"}),  # another MLP
+    ],
+)
+def test_transformers_hands_to_timm_what_its_own_classes_do_not_compute(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = massl.export(write(tmp_path / "b.safetensors", name, options), to="transformers", output=tmp_path / "out")
+    opened = transformers.AutoModel.from_pretrained(folder).eval()
+    assert type(opened).__name__ == "TimmWrapperModel"
+    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = open_model(tmp_path / "b.safetensors").backbone(images).pooled
+        torch.testing.assert_close(opened(images).pooler_output, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
