@@ -18,6 +18,8 @@ from PIL import Image
 
 import massl
 from massl.commands.pretrain import PretrainResult, pretrain
+from massl.commands.recipe import load_recipe
+from massl.data.sources import open_source
 from massl.ops.memory_attention import memory_loss_reference
 from massl.planning.costs import Speed
 from tests.reliability.world import TINY_RECIPE
@@ -25,6 +27,7 @@ from tests.reliability.world import TINY_RECIPE
 pytestmark = pytest.mark.slow
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PROGRAMS = (
+    "auto",
     "continued",
     "features",
     "files",
@@ -333,6 +336,38 @@ def test_tune_scores_on_held_out_training_images_and_tests_one_setting_of_a_reci
     settings.write_text("- {name: a, recipe: demo-vit, set: {probes.queries: demo:test}}\n")
     with pytest.raises(SystemExit, match=r"probes\.queries"):
         programs["tune"].main(["try", "--settings", str(settings), *data])
+
+
+def test_auto_is_compared_with_recipes_that_read_the_same_images(
+    programs: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (96, 28, 28, 3), dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", images=images, labels=np.arange(96) % 2)
+    data = str(tmp_path / "images.npz")
+    (_, own), *others = programs["auto"].contenders(open_source(data)).values()
+    assert own == {}
+    by_hand, moco, same = (load_recipe(recipe, changes) for recipe, changes in others)
+    assert by_hand.method.model_dump()["memory"] == {"num_rows": 32, "block_size": 8, "random_blocks": True}  # 96 / 4
+    assert (by_hand.data, by_hand.probes.every_epochs) == (same.data, 0)
+    assert (moco.backbone.patch_size, same.backbone.name, same.backbone.patch_size) == (4, "resnet10t", None)
+
+    small = [
+        "--set",
+        "views.global_size=32",
+        "trainer.batch_size=32",
+        "--minutes",
+        "0.005",
+        "--output",
+        tmp_path / "out",
+    ]
+    given = ["--data", data, "--test", data, "--name", "noise", *small, "--only", "auto", "mocov3 with auto's network"]
+    programs["auto"].main([*map(str, given)])
+    programs["auto"].main([*map(str, given)])  # trains nothing again
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [row["run"] for row in rows] == ["auto", "mocov3 with auto's network"]
+    assert all(row["network"] == "resnet10t at 32 px" and row["plan_seconds"] > 0 for row in rows)
+    assert (tmp_path / "out" / "runs" / "noise-mocov3-with-autos-network-s0" / "recipe.yaml").is_file()
+    assert "| noise | auto | 0 |" in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_continued_prints_one_row_a_run(

@@ -20,7 +20,7 @@ from massl.commands.start import with_network_of
 from massl.commands.timing import WARM_UPS, images_per_epoch, steady_speed
 from massl.config import RecipeError, dotted, flatten
 from massl.data.sources import ImageSource, held_out
-from massl.planning.costs import Memory, Speed
+from massl.planning.costs import Speed
 from massl.planning.facts import (
     DeviceFacts,
     ImageFacts,
@@ -54,8 +54,7 @@ class RunPlan:
     device: DeviceFacts
     num_tried: int  # images that were decoded
     unreadable: tuple[str, ...]  # of those and of the sampled headers
-    memory: Memory | None  # measured; None on a CPU
-    memory_gib: float | None  # at the peak; None: of a network whose memory cannot be counted
+    memory_gib: float | None  # at the peak; None: on a CPU, of a network whose memory cannot be counted
     free_gib: float  # of the device
     problem: str  # why it cannot fit, and what to lower; "" if it fits
     speed: Speed
@@ -126,12 +125,18 @@ def _cost(
     facts = found.images or look_at_images(source)
     with working(console, "decoding a sample of the images"):
         num_tried, broken = find_unreadable(source, max_side=recipe.data.max_side, seconds=_UNREADABLE_SECONDS)
-    memory, gib, free, problem = _memory(recipe, source, device)
-    speed = found.speed
+    speed, problem, free = found.speed, "", free_memory_gib(device)
+    gib = None if device.type == "cuda" else counted_gib(recipe, device)
+    if device.type == "cuda" and speed is None:  # a whole step might not fit
+        gib, problem = _tried_in_parts(recipe, source, device, free)
+    elif gib is not None and gib > free:
+        problem = too_large(recipe, gib, free, "this machine")
     if speed is None:
         timed = recipe if not problem else _quarter(recipe)
         with working(console, "a short trial of its speed"):
             speed = steady_speed(timed, source, facts=facts)
+    if speed.memory is not None and not problem:
+        gib = speed.memory.peak
     epochs, probes = recipe.trainer.epochs, recipe.probes.every_epochs
     return RunPlan(
         recipe=recipe,
@@ -140,7 +145,6 @@ def _cost(
         device=look_at_device(device),
         num_tried=num_tried,
         unreadable=tuple(dict.fromkeys([*facts.unreadable, *broken])),
-        memory=memory,
         memory_gib=gib,
         free_gib=free,
         problem=problem,
@@ -178,19 +182,13 @@ def _named_init(recipe: PretrainRecipe, words: Sequence[str]) -> list[str]:
     return [] if is_named or recipe.init.weights is None else ["--init", recipe.init.weights]
 
 
-def _memory(
-    recipe: PretrainRecipe, source: ImageSource, device: torch.device
-) -> tuple[Memory | None, float | None, float, str]:
-    """Measured on a GPU, counted on a CPU: the trial, GiB at the peak, GiB that are free, and why it cannot fit."""
-    free = free_memory_gib(device)
-    if device.type == "cpu":
-        counted = counted_gib(recipe, device)
-        is_too_large = counted is not None and counted > free
-        return None, counted, free, too_large(recipe, counted or 0.0, free, "this machine") if is_too_large else ""
+def _tried_in_parts(
+    recipe: PretrainRecipe, source: ImageSource, device: torch.device, free: float
+) -> tuple[float, str]:
+    """GiB of a step and a probe, extrapolated from an eighth and a quarter of the batch, and why they cannot fit."""
     with host_threads_for(device):
         memory = measured_memory(recipe, source, device)
-    problem = too_large(recipe, memory.needed, free, "the GPU") if memory.needed > free else ""
-    return memory, memory.peak, free, problem
+    return memory.peak, too_large(recipe, memory.needed, free, "the GPU") if memory.needed > free else ""
 
 
 def _quarter(recipe: PretrainRecipe) -> PretrainRecipe:
@@ -225,7 +223,7 @@ def plan_lines(planned: RunPlan) -> list[str]:
     lines.append(f"device: {device.name}, {device.memory_gib:.1f} GiB, {cores}")
     if planned.explanation:
         lines += planned.explanation.rstrip().splitlines()
-    how = "counted" if planned.memory is None else "measured by two short trials"
+    how = "measured by short trials" if device.kind == "cuda" else "counted"
     needs = "not known for this network" if planned.memory_gib is None else f"{planned.memory_gib:.1f} GiB"
     lines.append(f"memory: {needs} of {planned.free_gib:.1f} GiB free ({how})")
     speed, cache = planned.speed, ""

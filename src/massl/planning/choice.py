@@ -56,7 +56,7 @@ def choose(
     smallest = min(suits, key=order.index)
     suited = suits[smallest]
     if given.keys() & rules.OF_VITS:
-        smallest = max(smallest, rules.SMALLEST_VIT, key=order.index)
+        smallest = rules.NETWORKS[smallest].instead or smallest
     wanted = start or rules.NETWORKS[smallest]
     name = str(given.get("backbone.name", wanted.name))
     network = wanted if name == wanted.name else rules.NetworkRow(name=name, kind="")

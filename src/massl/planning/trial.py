@@ -103,7 +103,7 @@ class _Steps:
 
 def measure_speed(recipe: TrialRecipe, source: ImageSource, device: torch.device, *, cached_share: float) -> Speed:
     """`cached_share`: of the images that fit data.cache_gib, so that later passes do not decode them."""
-    kind, full = device.type, recipe.trainer.batch_size
+    kind, full, taken = device.type, recipe.trainer.batch_size, _taken(device)
     steps = _Steps(recipe, device=device)
     batch_size = full if kind == "cuda" else _batch_to_time(steps, recipe, source, device)
     num_parts = recipe.trainer.accumulation_steps if batch_size == full else 1
@@ -123,9 +123,25 @@ def measure_speed(recipe: TrialRecipe, source: ImageSource, device: torch.device
         from_cache, _ = _seconds_per_image(
             update, recipe, source, lambda step: order.at(step % in_turn), device, cache=cache
         )
-        later = cached_share * from_cache + (1 - cached_share) * first_pass
+        # a cached image is never slower: if it looks so, other programs took the cores
+        later = cached_share * min(from_cache, first_pass) + (1 - cached_share) * first_pass
     probe, num_probed = _time_probe(recipe, source, steps, device, cache)
-    return Speed(first_pass=first_pass, later=later, probe=probe, num_probed=num_probed)
+    memory = None if taken is None else _peak_since(taken, device)
+    return Speed(first_pass=first_pass, later=later, probe=probe, num_probed=num_probed, memory=memory)
+
+
+def _taken(device: torch.device) -> Memory | None:
+    """What others of this process hold on the GPU; the peak starts anew."""
+    release_gpu(device)
+    if device.type != "cuda":
+        return None
+    numbers = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    return Memory(allocated=numbers[0] / 2**30, reserved=numbers[1] / 2**30)
+
+
+def _peak_since(before: Memory, device: torch.device) -> Memory:
+    numbers = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return Memory(allocated=numbers[0] / 2**30 - before.allocated, reserved=numbers[1] / 2**30 - before.reserved)
 
 
 def measure_memory(recipe: TrialRecipe, source: ImageSource, device: torch.device) -> Memory:

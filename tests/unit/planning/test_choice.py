@@ -32,6 +32,8 @@ def test_every_choice_is_a_valid_recipe_that_fits(num_images: int, side: int, de
     views, memory, trainer = recipe.views, recipe.method.memory, recipe.trainer  # type: ignore[attr-defined]
     if device[0] == "cuda" and side < 48:
         assert (recipe.backbone.name, recipe.backbone.stem) == ("resnet18", "small")
+    elif recipe.backbone.name == "resnet18":
+        assert (recipe.backbone.stem, views.global_size) == ("", 112)
     elif device[0] == "cuda":
         assert views.global_size % recipe.backbone.patch_size == 0  # type: ignore[operator]
         assert recipe.backbone.patch_size <= views.local_size <= views.global_size <= max(side, rules.VIEWS[0].side)  # type: ignore[operator]
@@ -72,9 +74,12 @@ def test_measured_recipes_are_met_at_their_own_numbers() -> None:
     tiny = chosen(35_000, 64).values
     assert (tiny["method.memory.num_rows"], tiny["method.memory.block_size"]) == (4_096, 1_024)
     assert (tiny["method.teacher.momentum"], tiny["method.teacher.temperature"]) == (0.95, 0.04)
-    assert (tiny["trainer.batch_size"], tiny["optimizer.learning_rate"]) == (128, 7e-4)
     assert tiny["method.instance_weight"] == load_recipe("massl-tiny").method.model_dump()["instance_weight"] == 0.5
-    assert (tiny["views.global_size"], tiny["backbone.patch_size"], tiny["views.num_local"]) == (64, 8, 0)
+    assert (tiny["backbone.name"], tiny["views.global_size"], tiny["views.num_local"]) == ("resnet18", 112, 0)
+    assert (tiny["trainer.batch_size"], tiny["optimizer.learning_rate"]) == (128, 3e-3)
+    vit = chosen(35_000, 64, backbone__patch_size=8).values
+    assert (vit["backbone.name"], vit["views.global_size"]) == ("vit_small_patch16_224", 64)
+    assert (vit["trainer.batch_size"], vit["optimizer.learning_rate"]) == (128, 7e-4)
     paper = chosen(1_281_167, 375, device_of("cuda", 140)).values
     assert (paper["method.memory.num_rows"], paper["method.memory.block_size"]) == (65_536, 16_384)
     assert (paper["method.teacher.momentum"], paper["method.teacher.temperature"]) == (0.992, 0.07)
@@ -103,11 +108,11 @@ def test_what_follows_from_a_given_value_changes_with_it() -> None:
 
 def test_a_small_gpu_gets_a_smaller_batch_or_parts_and_a_given_batch_stays() -> None:
     small = device_of("cuda", 8)
-    assert chosen(10_000, 500, device_of("cuda", 6)).values["trainer.batch_size"] == 64
+    assert chosen(10_000, 500, device_of("cuda", 6), backbone__patch_size=8).values["trainer.batch_size"] == 64
     many = chosen(1_281_167, 500, small).values
     assert (many["trainer.batch_size"], many["method.head.batch_norm"]) == (1024, False)
     assert many["trainer.accumulation_steps"] > 1
-    given = chosen(10_000, 500, small, trainer__batch_size=256).values
+    given = chosen(10_000, 500, small, trainer__batch_size=256, backbone__patch_size=8).values
     assert (given["trainer.batch_size"], given["trainer.activation_checkpointing"]) == (256, True)
 
 
