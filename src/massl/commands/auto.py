@@ -119,7 +119,8 @@ def _network_row(init: str | Path | None) -> NetworkRow | None:
     values = {f"backbone.{key}": value for key, value in network_of(init).model_dump().items()}
     name, _ = values.pop("backbone.name"), values.pop("backbone.drop_path_rate")
     options = {key: value for key, value in values.items() if value is not None}
-    measured = next((row.options for row in NETWORKS.values() if row.name == name), {})
+    rows = (row.options for row in NETWORKS.values() if row.name == name)
+    measured = next((row for row in rows if row.get("backbone.stem", "") == options.get("backbone.stem", "")), {})
     return NetworkRow(name=name, kind="", options={**measured, **options}, origin=f"from --init {init}")
 
 

@@ -143,6 +143,12 @@ class NetworkRow:
     measured: str = ""  # the page with the measurement, or "the paper"
 
 
+_EVEN_BLUR: Final = {  # both large views alike
+    "views.first_global_blur_probability": 0.5,
+    "views.second_global_blur_probability": 0.5,
+    "views.blur_sigma": [0.1, 1.0],
+    "views.solarise_probability": 0.0,
+}
 _OF_RESNET18: Final = {
     "backbone.drop_path_rate": 0.0,
     "views.global_scale": [0.2, 1.0],
@@ -159,10 +165,7 @@ NETWORKS: Final = {  # in order of size
         options={
             "backbone.timm_options": {"stem_width": 8, "channels": [32, 64, 128, 256], "zero_init_last": False},
             "backbone.drop_path_rate": 0.0,
-            "views.first_global_blur_probability": 0.5,
-            "views.second_global_blur_probability": 0.5,
-            "views.blur_sigma": [0.1, 1.0],
-            "views.solarise_probability": 0.0,
+            **_EVEN_BLUR,
             "optimizer.learning_rate": 6e-3,
             "optimizer.weight_decay": 0.01,
             "optimizer.weight_decay_end": 0.01,
@@ -183,14 +186,7 @@ NETWORKS: Final = {  # in order of size
         kind="a ResNet",
         reason="a step takes less than half as long as that of a ViT that sees as much",
         smallest_view=112,
-        options={
-            **_OF_RESNET18,
-            "optimizer.learning_rate": 3e-3,
-            "views.first_global_blur_probability": 0.5,
-            "views.second_global_blur_probability": 0.5,
-            "views.blur_sigma": [0.1, 1.0],
-            "views.solarise_probability": 0.0,
-        },
+        options={**_OF_RESNET18, **_EVEN_BLUR, "optimizer.learning_rate": 3e-3},
         instead="small",
         measured=_AUTO,
     ),

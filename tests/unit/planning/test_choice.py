@@ -8,8 +8,11 @@ import timm
 import torch
 from torch import Tensor
 
+from massl.commands import auto
 from massl.commands.auto import planned_recipe
 from massl.commands.recipe import load_recipe
+from massl.data.sources import open_source
+from massl.nn.backbone import BackboneSettings
 from massl.planning import rules
 from massl.planning.choice import Plan, choose
 from massl.planning.facts import DeviceFacts, ImageFacts
@@ -269,3 +272,13 @@ def test_a_cpu_trains_many_images_as_a_small_run() -> None:
     many, few = (chosen(number, 1000, device_of("cpu", 16)).values for number in (1_000_000, 35_000))
     for key in ("views.num_local", "method.teacher.momentum", "method.head.batch_norm", "method.memory.num_rows"):
         assert many[key] == few[key]
+
+
+@pytest.mark.parametrize(("stem", "network"), [("", "resnet18"), ("small", "resnet18 of thumbnails")])
+def test_weights_to_start_from_get_the_settings_measured_with_their_network(
+    stem: str, network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "network_of", lambda init: BackboneSettings(name="resnet18", stem=stem))
+    _, plan = auto.plan_images(open_source("demo:train"), {}, device=GPU, init="A")
+    assert planned_recipe(plan).backbone.stem == stem
+    assert plan.values["optimizer.learning_rate"] == rules.NETWORKS[network].options["optimizer.learning_rate"]
