@@ -4,9 +4,10 @@
         --recipe massl-imagenette --minutes 3 --output continued
 
 `--init` is a run of massl, or any weights that `massl pretrain --init` takes. Every run has the same recipe and number
-of epochs; `scratch, 3x` has three times as many. With `--minutes` a trial finds the epochs of the first run, and all
-others take them. The k-NN accuracies are those of the run's own probes: the images of `--test` classified by those of
-`--data`. Rows are appended to results.jsonl in the folder `--output`; a run that is there already is not repeated.
+of epochs; `scratch, 3x` has three times as many. Without `--recipe` it is what `auto` chooses. With `--minutes` a trial
+finds the epochs of the first run, and all others take them. The k-NN accuracies are those of the run's own probes: the
+images of `--test` classified by those of `--data`; without `--test`, a fifth of `--data` that is held out of training.
+Rows are appended to results.jsonl in the folder `--output`.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any
 
 from massl.commands.pretrain import pretrain
 from massl.commands.recipe import parse_set_options
+from massl.commands.recipes import AUTO
 from massl.config import MasslError, read_yaml
 from massl.weights.models import open_model
 
@@ -39,6 +41,7 @@ _CONTINUED: dict[str, dict[str, Any]] = {
     },
 }
 _NUM_PROBES = 6
+_HOLD_OUT = 0.2
 _DIP = 3.0  # points below the start
 
 
@@ -46,8 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Continue from weights, with and without each part of the protocol.")
     parser.add_argument("--init", required=True, help="a run of massl, a weights file, or a timm name with a tag")
     parser.add_argument("--data", required=True, help="labelled images to train on")
-    parser.add_argument("--test", required=True, help="labelled images to classify")
-    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--test", help="labelled images to classify; without them, images held out of training")
+    parser.add_argument("--recipe", default=AUTO)
+    parser.add_argument("--seed", default=0, type=int)
     parser.add_argument("--output", required=True, type=Path)
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--minutes", type=float)
@@ -63,13 +67,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def compare(chosen: argparse.Namespace) -> None:
     model = open_model(chosen.init)
-    common = {"probes.database": chosen.data, "probes.queries": chosen.test, **parse_set_options(chosen.set)}
+    scored: dict[str, Any] = {"data.hold_out": _HOLD_OUT}
+    if chosen.test:
+        scored = {"probes.database": chosen.data, "probes.queries": chosen.test}
+    common = scored | {"trainer.seed": chosen.seed, **parse_set_options(chosen.set)}
     # scratch has the same network and colours
     arguments = {key: value for key, value in model.backbone.timm_arguments.items() if key not in ("num_classes",)}
     same = {"backbone.name": str(arguments.pop("model_name")).partition(".")[0]}
     same |= {"backbone.image_size": arguments.pop("img_size", None), "backbone.stem": arguments.pop("stem", "")}
     same |= {"backbone.patch_size": arguments.pop("patch_size", None), "backbone.timm_options": arguments}
     same |= {"views.mean": list(model.mean), "views.std": list(model.std)}
+    if chosen.recipe == AUTO:  # it has no values of another network that these must replace
+        same = {key: value for key, value in same.items() if value is not None}
     epochs = chosen.epochs
     rows = []
     plans: list[tuple[str, dict[str, Any] | None, int]] = [(name, own, 1) for name, own in _CONTINUED.items()]

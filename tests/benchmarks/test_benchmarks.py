@@ -356,7 +356,7 @@ def test_auto_is_compared_with_recipes_that_read_the_same_images(
         "views.global_size=32",
         "trainer.batch_size=32",
         "--minutes",
-        "0.005",
+        "0.1",
         "--output",
         tmp_path / "out",
     ]
