@@ -1,4 +1,4 @@
-"""The only benchmark file that calls massl: if the library's interface changes, only this file does."""
+"""How the benchmarks of speed and memory call massl: if the library's interface changes, only this file does."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ from massl.ops.memory_attention import memory_loss
 from massl.ops.scoring.kmeans import spherical_kmeans
 from massl.ops.scoring.linear_heads import matrix_products, new_heads, sgd_step_
 from massl.ops.scoring.neighbours import cosine_topk
-from massl.training import optimizers
+from massl.training import optimizers, step_guard
 from massl.training.checkpoint import CheckpointStore, load_checkpoint
 from massl.training.environment import describe_environment
 from massl.training.optimizers import OptimizerSettings
@@ -325,11 +325,11 @@ def update_by(name: Literal["kernels", "torch"]) -> Iterator[None]:
         return False
 
     chosen = before if name == "kernels" else never
-    ema.fits_update_kernels = optimizers.fits_update_kernels = chosen
+    ema.fits_update_kernels = optimizers.fits_update_kernels = step_guard.fits_update_kernels = chosen
     try:
         yield
     finally:
-        ema.fits_update_kernels = optimizers.fits_update_kernels = before
+        ema.fits_update_kernels = optimizers.fits_update_kernels = step_guard.fits_update_kernels = before
 
 
 def untrained_weights(model: str) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ PACKAGE = Path(massl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # A layer may import the layers before it; names of one layer never import each other.
 LAYERS = [
-    {"keyed_random_kernel", "files", "digests", "interrupts", "failures"},
+    {"keyed_random_kernel", "files", "digests", "interrupts", "failures", "version"},
     {"config", "json_lines", "keyed_random", "distributed"},
     {"ops"},
     {"nn", "data"},

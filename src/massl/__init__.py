@@ -62,7 +62,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return import_module("massl.cli").version()
+        return import_module("massl.version").version()
     if name not in _HOMES:
         raise AttributeError(f"module 'massl' has no attribute {name!r}")
     return _with_python_words(getattr(import_module(_HOMES[name]), name))

@@ -3,14 +3,13 @@
 import os
 import sys
 import threading
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from pathlib import Path
 
 from massl.failures import ToldElsewhere, is_lost_connection, tell, tell_lost_connection
 from massl.interrupts import Interrupts
+from massl.version import version
 
 # command -> (summary, module with `main(arguments) -> exit status`)
 COMMANDS = {
@@ -42,19 +41,6 @@ def usage() -> str:
 
 massl COMMAND --help explains a command's options.
 massl --version prints the version, massl --completion bash a script that completes commands and options."""
-
-
-def version() -> str:
-    """The installed version; in a checkout that is not installed, that of pyproject.toml with "+checkout"."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("massl")
-    except metadata.PackageNotFoundError:
-        project = Path(__file__).parents[2] / "pyproject.toml"
-        if not project.is_file():
-            return "unknown"
-        return f"{tomllib.loads(project.read_text(encoding='utf-8'))['project']['version']}+checkout"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -65,6 +65,8 @@ def resolve(
 
     A run that exists is never planned anew.
     """
+    if minutes is not None and "trainer.epochs" in dotted(overrides, PretrainRecipe):
+        raise RecipeError("minutes and trainer.epochs both set the length of training; give one of them")
     console = message_console(quiet=quiet or os.environ.get("RANK", "0") != "0")
 
     def tell(text: str) -> None:

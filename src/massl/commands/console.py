@@ -124,12 +124,12 @@ def command_text(command: str, settings: Settings, *, positional: Iterable[str] 
     words = ["massl", command]
     for key, value in _changed_options(settings):
         if key in positional:
-            words += _as_words(value)
+            words += as_words(value)
     for key, value in _changed_options(settings):
         if has_flags and isinstance(value, bool):
             words += [f"--{key}" if value else f"--no-{key}"]
         elif key not in positional:
-            words += ["--data" if key == "data.source" else f"--{key}", *_as_words(value)]
+            words += ["--data" if key == "data.source" else f"--{key}", *as_words(value)]
     return shlex.join(words)
 
 
@@ -142,5 +142,5 @@ def _changed_options(settings: Settings, prefix: str = "") -> Iterable[tuple[str
             yield prefix + name, value
 
 
-def _as_words(value: Any) -> list[str]:
+def as_words(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, tuple | list) else [str(value)]

@@ -126,7 +126,8 @@ def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[
 @contextmanager
 def _progress_on(console: Console) -> Iterator[ProgressFunction]:
     """A progress bar on a terminal; elsewhere one line a minute."""
-    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    description = TextColumn("{task.description}", markup=False)  # names of files may look like markup
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), description, TimeRemainingColumn())
     bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
     tasks: dict[str, TaskID] = {}
     last_line = time.monotonic()

@@ -3,14 +3,14 @@
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from massl.commands.auto import Resolved, resolve
-from massl.commands.console import message_console, print_line, result_console, working
+from massl.commands.console import as_words, message_console, print_line, result_console, working
 from massl.commands.device import choose_device, host_threads_for
 from massl.commands.images import open_images
 from massl.commands.memory_check import counted_gib, measured_memory, too_large
@@ -62,7 +62,7 @@ class RunPlan:
     probe_seconds: float
     disk_gib: float | None
     output: Path
-    command: str
+    command: str  # that starts it; "" for a recipe that is no file
 
     @property
     def seconds(self) -> float:
@@ -82,11 +82,12 @@ def plan(
     """What `pretrain` with the same arguments would train, and the memory, time and disk it would need."""
     changes = {**dotted(overrides or {}, PretrainRecipe), **({} if epochs is None else {"trainer.epochs": epochs})}
     words = [str(data)]
-    words += [] if recipe is None or isinstance(recipe, PretrainRecipe) else ["--recipe", str(recipe)]
+    words += [] if recipe is None else ["--recipe", str(recipe)]
     words += [] if init is None else ["--init", str(init)]
-    words += [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    words += [word for key, value in changes.items() for word in (f"--{key}", *as_words(value))]
     found = resolve(recipe, data=data, overrides=changes, init=init, minutes=minutes, quiet=True)
-    return _cost(found, Path(output or default_output(data)), words, init=init, given=changes, may_download=True)
+    planned = _cost(found, Path(output or default_output(data)), words, init=init, given=changes, may_download=True)
+    return replace(planned, command="") if isinstance(recipe, PretrainRecipe) else planned
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -91,7 +91,12 @@ def parse_pretrain(arguments: Sequence[str], *, command: str = "pretrain", descr
     text = (description or DESCRIPTION).format(example=_EXAMPLE)
     parsed = parse(arguments_type, command, text, arguments, default=defaults)
     if parsed.images and parsed.images != data:  # named after the options
-        rest = [word for word in arguments if word != parsed.images]
+        place = next(
+            place
+            for place, word in enumerate(arguments)
+            if word == parsed.images and not arguments[place - 1].startswith("--")
+        )
+        rest = [*arguments[:place], *arguments[place + 1 :]]
         return parse_pretrain([parsed.images, *rest], command=command, description=description)
     if data is None and is_auto:
         recipe_of_run(run, start, data=data)  # raises: nothing tells what to train on

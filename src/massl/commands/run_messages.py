@@ -3,7 +3,7 @@
 import math
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from rich.console import Console
@@ -66,6 +66,17 @@ def announce_plan(
     )
 
 
+def idle_options(recipe: PretrainRecipe) -> Iterator[str]:
+    """Options that this run will not heed, in words."""
+    settings = recipe.trainer
+    has_guard = settings.guard in ("warn", "stop")
+    if recipe.probes.every_epochs == 0 and (settings.stop_when_flat or has_guard):
+        name = "stop_when_flat" if settings.stop_when_flat else "guard"
+        yield f"trainer.{name} does nothing: this run has no probes (probes.every_epochs 0)"
+    elif has_guard and recipe.init.weights is None:
+        yield "trainer.guard does nothing: this run starts from random weights, not from --init MODEL"
+
+
 def announce_execution(trainer: Trainer, console: Console) -> None:
     execution = trainer.execution
     graph = "yes" if execution.cuda_graph else "no"
@@ -123,7 +134,7 @@ def cpu_caution(recipe: PretrainRecipe, num_images: int, *, seconds_per_step: fl
     command = ["massl", "pretrain", "--recipe", small, "--backbone.name", "vit_tiny_patch16_224"]
     command += ["--data", recipe.data.source, "--output", "runs/small"]
     smallest_batch = 2 ** max(1, int(math.log2(max(num_images, 2))) - 2)
-    if num_images < 4 * 256:  # the batch of these recipes is 256
+    if num_images < 4 * 256:  # the batch of these recipes is 128 or 256
         command += ["--trainer.batch_size", str(smallest_batch)]
     return f"{long}. A small network at {_SMALL_SIDE} px suits a CPU: {shlex.join(command)}"
 

@@ -46,6 +46,8 @@ def decide_start(
     """
     recorded = _recorded(path)
     if init is None and recipe.init.weights is None:
+        if idle := [name for name, value in recipe.init if value is not None]:
+            raise RecipeError(f"--init.{idle[0]} needs weights to start from: --init MODEL")
         return Start(recipe=recipe)
     if CheckpointStore(path / _CHECKPOINTS, keep_last=1).steps():
         with stop_together():

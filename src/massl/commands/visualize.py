@@ -182,7 +182,7 @@ def _save_attention(extractor: Extractor, source: ImageSource, settings: Visuali
 
     def rows() -> Iterator[list[Tile]]:
         for drawing in draw_attention(extractor, source, _chosen_images(source, settings), size=size):
-            row = _attention_tiles(drawing, source.key_of(drawing.index))
+            row = _attention_tiles(drawing, stored_key(source.key_of(drawing.index)))
             picture = strip_sheet([row], max(size, tile_side(size)))
             strips.append(save_picture(picture, settings.folder / "attention" / f"{len(strips):03d}.png"))
             yield row
@@ -243,7 +243,7 @@ def _save_correspondence(extractor: Extractor, source: ImageSource, settings: Vi
         alike = tiles.setdefault(drawing.shows, [])
         path = settings.folder / "correspondence" / f"{drawing.shows}_{len(alike):03d}.png"
         pictures.append(save_picture(Image.fromarray(drawing.picture), path))
-        first, second = (source.key_of(index) for index in drawing.images)
+        first, second = (stored_key(source.key_of(index)) for index in drawing.images)
         both = f"{class_name(source, drawing.images[0])}: {first} and {second}"
         captions = (first, drawing.success) if drawing.shows == "instance" else (both,)
         alike.append(Tile(picture=drawing.picture, captions=captions))

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -19,15 +18,9 @@ from massl.config import explain
 from massl.evaluations.measurement import EvaluationError, Setting
 from massl.files import make_folder, open_in_place, read_limited
 from massl.json_lines import MAX_LOG_BYTES, MOST_DAMAGED, JsonLine, in_words, parse_json_lines, rejected_file, set_aside
+from massl.version import version as version_of_massl
 
 RESULTS_FILE = "results.jsonl"
-
-
-def _version() -> str:
-    try:
-        return metadata.version("massl")
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"
 
 
 def _setting(value: object) -> Setting:
@@ -55,7 +48,7 @@ class ResultRow:
     train: str  # the training images, as the user named them; "" for none
     images: str  # digest of all images, which tells data sets of the same name apart
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))  # UTC, ISO 8601
-    version: str = field(default_factory=_version)  # of massl
+    version: str = field(default_factory=version_of_massl)  # of massl
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from massl.reports.figures import SMALL_POINTS, style_axes
@@ -26,7 +25,6 @@ def draw_curves(run: Run, path: Path) -> bool:
     if not shown:
         return False
     figure = Figure(figsize=(3.2 * len(shown), 2.4), layout="constrained")
-    FigureCanvasAgg(figure)
     for number, (title, points) in enumerate(shown):
         axes = figure.add_subplot(1, len(shown), number + 1)
         axes.plot(*zip(*points, strict=True), linewidth=1.4)

@@ -202,7 +202,7 @@ def _first_batch(recipe: TrialRecipe, source: ImageSource, device: torch.device,
 
 
 def _batch_to_time(steps: _Steps, recipe: TrialRecipe, source: ImageSource, device: torch.device) -> int:
-    """On a CPU: the batch, or the power of two below it whose step takes less than a second."""
+    """On a CPU: the batch, or the power of two below it whose step is not slow."""
     full = recipe.trainer.batch_size
     size = min(full, _SMALLEST_PART)
     images, seconds = _first_batch(recipe, source, device, size), list[float]()

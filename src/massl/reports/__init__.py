@@ -1,5 +1,5 @@
 """Run folders and results as tables, figures and one HTML page. Trains nothing and measures nothing.
 
-`runs` reads run folders; `published/` holds the paper's and peers' numbers; `comparison/`, `ablation/`, `pictures/` and
-`page/` each make one kind of output.
+`run_reader` reads run folders; `published/` holds the paper's and peers' numbers; `comparison/`, `ablation/`,
+`pictures/` and `page/` each make one kind of output.
 """

@@ -12,9 +12,10 @@ from massl.config import MasslError
 from massl.data.identity import DataIdentity, describe_change
 from massl.data.sources.rules import PixelRanges
 from massl.files import read_limited, write_atomically
+from massl.json_lines import read_json
 
 _FILE, _LIST = "data.json", "data_files.gz"
-_MAX_BYTES = 16 << 20  # of data.json, and of a list of files beyond four times the present one
+_MAX_BYTES = 16 << 20  # of a list of files beyond four times the present one
 _KINDS = {"digest": str, "num_images": int, "source": str, "as_before": bool, "changes": list}
 
 
@@ -83,7 +84,7 @@ class DataRecord:
         if not self.exists:
             return {}
         try:
-            known: dict[str, Any] = json.loads(read_limited(self.folder / _FILE, max_bytes=_MAX_BYTES))
+            known: dict[str, Any] = read_json(self.folder / _FILE)
             needed = {key: _typed(known, key, kind) for key, kind in _KINDS.items()}
             for change in needed["changes"]:
                 _typed(change, "digest", str)
@@ -92,7 +93,7 @@ class DataRecord:
                 return needed
             PixelRanges.from_json(recorded)  # raises if it is no such record
             return {**needed, "pixel_ranges": recorded}
-        except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
             raise ChangedData(
                 f"{self.folder / _FILE} cannot be read ({error!r}), so it is not known which images this run was "
                 "trained on; delete the file if they have not changed"

@@ -1,7 +1,6 @@
 """The environment of a run: versions, hardware, command."""
 
 import importlib.metadata
-import json
 import platform
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from massl import distributed
-from massl.files import read_limited
+from massl.json_lines import read_json
 
 ENVIRONMENT_FILE = "environment.json"
 _PACKAGES = ("massl", "torch", "torchvision", "timm", "numpy", "pillow", "safetensors")
@@ -35,9 +34,9 @@ def describe_environment(device: torch.device, *, before: Path | None = None) ->
 def _first_command(file: Path) -> object:
     """The command that began the run; the last one known in files that do not tell it."""
     try:
-        known = json.loads(read_limited(file, max_bytes=2**20))
+        known = read_json(file)
         return known.get("first_command", known["command"])
-    except (OSError, ValueError, RecursionError, LookupError, AttributeError, TypeError):
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
         return sys.argv
 
 

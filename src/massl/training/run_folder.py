@@ -15,7 +15,8 @@ from massl.config import MasslError, RecipeError, Settings, flatten, read_yaml, 
 from massl.data.identity import DataIdentity
 from massl.data.sources.base import DataError
 from massl.data.sources.rules import PixelRanges
-from massl.files import is_leftover, make_folder, open_in_place, read_limited, write_atomically
+from massl.files import is_leftover, make_folder, open_in_place, write_atomically
+from massl.json_lines import read_json
 from massl.training.checkpoint import CheckpointStore
 from massl.training.data_record import DataRecord
 from massl.training.ranks import stop_together
@@ -55,7 +56,6 @@ _OWN = frozenset({_LOCK, _START, PLAN_FILE, *DataRecord.FILES})  # written befor
 _LOGS = ("metrics.jsonl", "metrics.rejected.jsonl", "warnings.jsonl", "warnings.rejected.jsonl")
 _FILES = (*sorted(_OWN), "recipe.yaml", "environment.json", BACKBONE_FILE, BEST_FILE, *_LOGS)  # all training writes
 _FOLDERS = ("checkpoints", "tensorboard")
-_MAX_START_BYTES = 1 << 20
 
 
 class RunFolderError(MasslError, ValueError):
@@ -118,11 +118,11 @@ class RunFolder:
         if not file.exists():
             return None
         try:
-            start = json.loads(read_limited(file, max_bytes=_MAX_START_BYTES))["from"]
+            start = read_json(file)["from"]
             if not isinstance(start, str) or not start or "\0" in start:
                 raise ValueError("it names no folder")
             return Path(start)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
                 f"{file} cannot be read ({error!r}), so it is not known which weights this run started from; copy it "
                 "back from a backup, or choose another --output"

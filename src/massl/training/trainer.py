@@ -179,15 +179,11 @@ class Trainer:
 
     def _update(self, images: ImageBatch, hyper: StepHyper) -> StepOutput:
         num_parts = self.settings.accumulation_steps
-        # A forward pass changes the running averages of batch norm; those of an abandoned step are put back.
-        may_be_abandoned = num_parts > 1 and self.device.type == "cpu"
-        buffers = [(buffer, buffer.clone()) for buffer in self.method.buffers()] if may_be_abandoned else []
         try:
             output = self.step(self._view_parts(images, hyper), hyper, num_parts=num_parts)
-        except StepAbandoned:
+        except StepAbandoned:  # on a CPU, between two parts
             self.optimizer.zero_grad(set_to_none=True)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            self._plain_step.guard.restore()
             raise
         self.watch.push(int(hyper.step), output.loss, images.indices, is_finite=output.is_finite)
         return output

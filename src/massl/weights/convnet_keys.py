@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from massl.weights.facts import WeightsError
-from massl.weights.transformer_keys import Network, is_plain
+from massl.weights.transformer_keys import Network, is_plain, renamed_key
 
 Depths = tuple[int, ...]
 _CONVNEXTS: dict[tuple[int, Depths], str] = {  # width and blocks of the stages -> size; v2 adds response norms
@@ -73,9 +73,9 @@ def as_convnext(tensors: Mapping[str, Tensor], *, origin: str, is_named: bool) -
     if _AUTHORS_SIGN in tensors:
         # `norms` are the same norm once more (DINOv3); `projectors` of distillation
         own = {key: tensor for key, tensor in tensors.items() if not key.startswith(("norms.", "projectors."))}
-        named = {_timm_key(key, _AUTHORS): tensor for key, tensor in own.items()}
+        named = {renamed_key(key, _AUTHORS): tensor for key, tensor in own.items()}
     elif _TORCHVISION_SIGN in tensors:
-        named = {_timm_key(key, _TORCHVISION): tensor for key, tensor in tensors.items()}
+        named = {renamed_key(key, _TORCHVISION): tensor for key, tensor in tensors.items()}
     # response norms are [1, 1, 1, C] in the authors' files, scales [C, 1, 1] in torchvision's
     named = {
         key: _flat(tensor) if re.search(r"\.mlp\.grn\.|\.gamma$", key) else tensor for key, tensor in named.items()
@@ -124,12 +124,6 @@ def as_resnet(tensors: Mapping[str, Tensor], *, origin: str, is_named: bool) -> 
             arguments |= {"cardinality": num_groups, "base_width": group_width}
             kind += f" with {num_groups} groups of {group_width}" if num_groups > 1 else f" of width {group_width}"
     return Network(named, arguments, f"{kind}, {depths} blocks, {_PIXELS}")
-
-
-def _timm_key(key: str, names: Mapping[str, str]) -> str:
-    for pattern, name in names.items():
-        key = re.sub(pattern, name, key)
-    return key
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from massl.weights.facts import WeightsError, for_message
-from massl.weights.transformer_keys import is_plain
+from massl.weights.transformer_keys import is_plain, renamed_key
 
 # a tensor that the network must have; before it stands the prefix of the whole backbone, "vit." for example
 _SIGNS = (
@@ -77,7 +77,7 @@ def with_timm_keys(tensors: Mapping[str, Tensor], *, origin: str) -> dict[str, T
     names = _RENAMED_CONVNEXT if is_convnext else _RENAMED_DINOV3 if is_dinov3 else _RENAMED_VIT
     if is_dinov3:
         names = {**names, **(_GATED if any(".mlp.gate_proj." in key for key in own) else _NOT_GATED)}
-    named = {_renamed(key, names): tensor for key, tensor in own.items()}
+    named = {renamed_key(key, names): tensor for key, tensor in own.items()}
     if len(named) != len(backbone):
         raise WeightsError(f"{origin} holds some weights twice, under two names; save only the ones to use")
     if is_dinov3 and named.get("reg_token", torch.ones(1)).numel() == 0:
@@ -91,12 +91,6 @@ def _prefix(tensors: Collection[str]) -> str | None:
             if key.endswith(sign) and re.fullmatch(rf"(\w{{1,{_MAX_PREFIX}}}\.)?", prefix := key.removesuffix(sign)):
                 return prefix
     return None
-
-
-def _renamed(key: str, names: Mapping[str, str]) -> str:
-    for pattern, name in names.items():
-        key = re.sub(pattern, name, key)
-    return key
 
 
 def _with_joined_attention(tensors: Mapping[str, Tensor], *, is_dinov3: bool, origin: str) -> dict[str, Tensor]:

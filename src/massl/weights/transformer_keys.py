@@ -152,12 +152,15 @@ def _refuse_other_transformers(tensors: Mapping[str, Tensor], *, origin: str) ->
         raise WeightsError(f"the weights of {origin} are incomplete: missing {', '.join(missing)}")
 
 
+def renamed_key(key: str, names: Mapping[str, str]) -> str:
+    """`names`: regular expression -> what takes its place, one after the other."""
+    for pattern, name in names.items():
+        key = re.sub(pattern, name, key)
+    return key
+
+
 def _renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str], *, origin: str) -> dict[str, Tensor]:
-    renamed = {}
-    for key, tensor in tensors.items():
-        for pattern, name in names.items():
-            key = re.sub(pattern, name, key)
-        renamed[key] = tensor
+    renamed = {renamed_key(key, names): tensor for key, tensor in tensors.items()}
     if len(renamed) != len(tensors):
         raise WeightsError(f"{origin} holds some weights twice, under two names; save only the ones to use")
     return renamed

@@ -82,7 +82,7 @@ class CompareSettings(Settings):
             raise ValueError("--methods and --recipe go together: the methods, and the recipe to train them with")
         if self.runs and (self.set or self.data.source or self.minutes):
             raise ValueError("--runs are compared as they are; --set, --minutes and --data need training")
-        if self.minutes and any(item.startswith("trainer.epochs=") for item in self.set):
+        if self.minutes and "trainer.epochs" in parse_set_options(self.set):
             raise ValueError("--minutes and --set trainer.epochs both set the length of training; give one of them")
         return self
 

@@ -45,7 +45,7 @@ class Job:
 
 def jobs_of(request: EvaluationRequest) -> tuple[list[Job], dict[str, str]]:
     """The jobs to do, and for the title of each job that lacks files: which, and how to get them."""
-    if request.data_root is None or not (request.suite or request.data):
+    if request.data_root is None:
         # all protocols judge the same images
         open_once = functools.cache(functools.partial(open_images, rules=request.rules(), may_download=True))
         return [_job_on_given_data(request, protocol, open_once) for protocol in request.protocol], {}

@@ -58,7 +58,19 @@ class EvaluationRequest(ModelSettings):
         if self.suite and (self.data or own):
             given = " and ".join([*(["data"] if self.data else []), *own])
             raise ValueError(f"suite {self.suite} chooses its own images below data_root: leave {given} out")
+        if self.data_root and not (self.suite or self.data):
+            raise ValueError("data_root is where the sets of data or suite lie; give one of them, or leave it out")
+        if self.suite or self.data or self.folder is not None:
+            self._refuse_rules()
         return self
+
+    def _refuse_rules(self) -> None:
+        """Published data sets are read as they are, whole."""
+        for name in ("pixel_range", "max_file_mib", "max_megapixels"):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} is for images of train and test; published data sets are read as they are"
+                )
 
     def cache_folder(self) -> Path | None:
         if self.cache == _NO_CACHE:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from threading import Lock, Thread, get_ident
 
 from massl.data.sources.base import ImageSource
+from massl.failures import printable
 
 _WARN_SECONDS = 60.0
 _reading: dict[int, tuple[float, ImageSource, int]] = {}  # thread -> since when it reads which image
@@ -48,8 +49,8 @@ def _watch() -> None:
 def _tell(source: ImageSource, index: int, *, seconds: float) -> None:
     with suppress(OSError, ValueError):  # standard error may be gone or closed; the read goes on
         print(
-            f"warning: has been reading {source.key_of(index)} of {source.name} for {seconds:.0f} s and still waits. "
-            "Is the disk or network drive there? Ctrl-C stops.",
+            f"warning: has been reading {printable(source.key_of(index))} of {printable(source.name)} for "
+            f"{seconds:.0f} s and still waits. Is the disk or network drive there? Ctrl-C stops.",
             file=sys.stderr,
             flush=True,
         )

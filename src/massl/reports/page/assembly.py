@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib import metadata
 
 from markupsafe import Markup
 
@@ -12,6 +11,7 @@ from massl.reports.page.sections.training import legend_markup, summary_section,
 from massl.reports.page.sections.verdicts import verdicts_section
 from massl.reports.page.templates import Section, asset, rendered
 from massl.reports.runs import Run
+from massl.version import version
 
 _LONGEST_SOURCE = 120  # characters of data.source in the head; joined sources can be very long
 _SCRIPTS = ("charts.js", "tables.js", "page.js")
@@ -32,8 +32,8 @@ def report_page(runs: Sequence[Run], further: Sequence[Section], *, title: str, 
         "title": title,
         "subtitle": subtitle,
         "subtitle_in_full": in_full if in_full != subtitle else "",
-        "created": f"{created:%-d %B %Y, %H:%M} UTC · massl {_version()}",
-        "version": _version(),
+        "created": f"{created:%-d %B %Y, %H:%M} UTC · massl {version()}",
+        "version": version(),
         "styles": _once([asset("page.css"), *(section.style for section in sections)]),
         "scripts": _once([*map(asset, _SCRIPTS), *(section.script for section in sections)]),
         "sections": [
@@ -43,7 +43,7 @@ def report_page(runs: Sequence[Run], further: Sequence[Section], *, title: str, 
         "axes": data.get("axes", {}),
         "chosen_axis": data.get("axis", ""),
         "data": _embedded(data),
-        "foot": f"Made by massl {_version()}. Nothing on this page is loaded from elsewhere.",
+        "foot": f"Made by massl {version()}. Nothing on this page is loaded from elsewhere.",
     }
     return rendered("page.html.j2", values)
 
@@ -58,10 +58,3 @@ def _once(texts: Sequence[str]) -> list[Markup]:
 def _embedded(data: Mapping[str, object]) -> Markup:
     """JSON that no label can break out of."""
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("massl")
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "of a checkout"
