@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from massl.methods.base import Method, StepHyper
 from massl.nn.memory import MemoryBank
@@ -30,8 +29,7 @@ class StepGuard:
     def begin(self) -> None:
         """Copy the buffers: a forward pass changes the running averages of batch norm, `after_step` the others."""
         if self._buffers is None:
-            changed = _buffers_to_copy(self._method) if self.on_device else _batch_norm_buffers(self._method)
-            self._buffers = _Copies(changed)
+            self._buffers = _Copies(_buffers_to_copy(self._method))
         self._buffers.take()
 
     def protect(self, hyper: StepHyper, is_finite: Tensor) -> StepHyper:
@@ -98,10 +96,6 @@ def _buffers_to_copy(method: Method) -> list[Tensor]:
     """All but the memory's: it may hold gigabytes, and `enqueue` itself leaves out a bad batch."""
     modules = (module for module in method.modules() if not isinstance(module, MemoryBank))
     return [buffer for module in modules for buffer in module.buffers(recurse=False)]
-
-
-def _batch_norm_buffers(method: Method) -> list[Tensor]:
-    return [buffer for module in method.modules() if isinstance(module, _BatchNorm) for buffer in module.buffers(False)]
 
 
 def _with_momentum_one_unless(is_finite: Tensor, own: Mapping[str, float | Tensor]) -> Mapping[str, float | Tensor]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, ParamSpec, TypeVar
@@ -54,7 +55,8 @@ class DaemonThreads(Executor):
                     self._tasks.put(None)
         deadline = time.monotonic() + _CLOSING_SECONDS
         for thread in self._threads if wait else ():
-            thread.join(max(0.0, deadline - time.monotonic()))
+            with suppress(RuntimeError):  # Ctrl-C came while it was being started
+                thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _cancel(tasks: SimpleQueue[_Task | None]) -> None:

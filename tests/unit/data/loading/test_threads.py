@@ -49,3 +49,15 @@ def test_a_stuck_task_delays_neither_closing_nor_the_end_of_python(never: thread
     left = [thread for thread in threading.enumerate() if thread.name.startswith("test-stuck")]
     assert len(left) == 1
     assert left[0].daemon
+
+
+def test_an_interrupt_while_a_thread_starts_does_not_hide_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        DaemonThreads(1, thread_name_prefix="test-starting") as threads,
+    ):
+        threads.submit(abs, 1)
