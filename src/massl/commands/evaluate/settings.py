@@ -68,9 +68,7 @@ class EvaluationRequest(ModelSettings):
         """Published data sets are read as they are, whole."""
         for name in ("pixel_range", "max_file_mib", "max_megapixels"):
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"{name} is for images of train and test; published data sets are read as they are"
-                )
+                raise ValueError(f"{name} is for images of train and test; published data sets are read as they are")
 
     def cache_folder(self) -> Path | None:
         if self.cache == _NO_CACHE:
