@@ -49,7 +49,7 @@ def read_json_lines(path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> Iterator[J
 def read_json(path: Path) -> Any:
     """The content of a small JSON file; an OSError or a ValueError if there is none."""
     try:
-        return json.loads(read_limited(path, max_bytes=_MAX_FILE_BYTES).decode())
+        return json.loads(read_limited(path, max_bytes=_MAX_FILE_BYTES).decode("utf-8-sig"))
     except RecursionError:
         raise ValueError("nested too deep") from None
 

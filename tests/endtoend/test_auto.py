@@ -1,6 +1,7 @@
 """`massl pretrain photos/` and `massl plan photos/` on a few tiny images."""
 
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 import massl
+from massl.commands.plan import plan_lines
 from massl.commands.pretrain_arguments import default_output, parse_pretrain
 from massl.config import MasslError
 from massl.planning import trial
@@ -42,9 +44,13 @@ def test_a_folder_is_enough_and_the_run_keeps_what_was_chosen(photos: Path, mass
     assert again.status == 0, again.text
     assert "continuing at step 2 of 3" in again.text
     assert "auto chooses" not in again.text
-    other = massl_here("pretrain", "photos", *SHORT, "--trainer.batch_size", "8")
-    assert other.status == 1
-    assert "trainer.batch_size was 16, now 8" in other.text
+    for command in ("pretrain", "plan"):
+        other = massl_here(command, "photos", *SHORT, "--trainer.batch_size", "8", "--output", "runs/photos")
+        assert other.status == 1
+        assert "trainer.batch_size was 16, now 8" in other.text
+    planned = massl_here("plan", "photos", "--output", "runs/photos")
+    assert "runs/photos holds a run: this is its recipe, and its length" in planned.output
+    assert "auto chooses" not in planned.output
 
 
 @pytest.mark.slow
@@ -60,6 +66,20 @@ def test_plan_says_what_a_run_costs_and_writes_nothing(photos: Path, massl_here:
     assert call.overrides["trainer.epochs"] == 3
 
 
+def test_a_plan_ends_at_the_last_step_and_its_command_gives_the_same_recipe(photos: Path) -> None:
+    values = {"trainer.device": "cpu", "probes.every_epochs": 0.0, "trainer.max_steps": 4, "method.head.hidden_dim": 16}
+    planned = massl.plan(photos, overrides={**values, "backbone.timm_options": {"stem_width": 16}}, epochs=3)
+    assert planned.steps == 4
+    whole = massl.plan(photos, overrides=values | {"trainer.max_steps": None}, epochs=3)
+    assert whole.steps == 9
+    assert "for 4 steps of 3 epochs" in "".join(plan_lines(planned))
+    call = parse_pretrain(shlex.split(planned.command)[2:])
+    again = massl.plan(photos, overrides=call.overrides)
+    assert again.recipe == planned.recipe
+    with pytest.raises(MasslError, match=r"epochs and trainer\.epochs differ"):
+        massl.plan(photos, overrides={"trainer.epochs": 2}, epochs=3)
+
+
 def test_the_command_line_gives_auto_what_was_set_and_nothing_else(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     call = parse_pretrain(["photos/", "--method.memory.num_rows", "512", "--views.global_scale", "0.5", "1"])
@@ -69,6 +89,26 @@ def test_the_command_line_gives_auto_what_was_set_and_nothing_else(tmp_path: Pat
     assert (call.recipe, call.data, call.output, call.minutes) == ("auto", "photos/", "a", 3.0)
     call = parse_pretrain(["photos/", "--recipe", "massl-tiny", "--epochs", "7"])
     assert call.recipe.trainer.epochs == 7  # type: ignore[union-attr]
+    call = parse_pretrain(["--minutes=3", "photos/"])
+    assert (call.data, call.minutes) == ("photos/", 3.0)
+    assert parse_pretrain(["photos/", "--backbone.patch_size", "None"]).overrides == {"backbone.patch_size": None}
+    assert parse_pretrain(["--minutes", "3", "--", "photos/"]).data == "photos/"
+
+
+def test_a_plan_names_a_folder_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in ("photos", "photos-2"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        (tmp_path / "runs" / run / "metrics.jsonl").touch()
+    assert parse_pretrain(["photos/"], command="plan").output == "runs/photos-3"
+    assert parse_pretrain(["photos/"]).output == "runs/photos"  # goes on there
+    assert parse_pretrain(["photos/", "--output", "a"], command="plan").output == "a"
+
+
+def test_warm_ups_that_were_set_are_not_shortened_with_the_minutes(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["photos/", "--recipe", "massl-tiny", "--minutes", "3", "--optimizer.warmup_epochs", "2"]
+    assert parse_pretrain(given).overrides == {"optimizer.warmup_epochs": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +130,11 @@ def test_runs_are_named_after_their_images(data: str, name: str) -> None:
     [
         (["pretrain"], "which images?"),
         (["pretrain", "photos", "--minutes", "3", "--epochs", "2"], "--minutes and --epochs"),
+        (["pretrain", "photos", "--epochs", "3", "--trainer.epochs", "2"], "--epochs and --trainer.epochs differ"),
+        (["plan", "photos", "--init.head_epochs", "2"], "--init.head_epochs needs weights to start from"),
+        (["plan", "photos", "--output", "photos"], "photos is not empty and is not a massl run"),
+        (["plan", "--data", "photos", "--data.source", "others"], "images are named twice, photos and others"),
+        (["plan", "photos", "--data", "others"], "images are named twice, photos and others; name one"),
         (["pretrain", "photos", "--method.name", "dino"], "auto chooses for method massl; .* --recipe dino-tiny"),
         (["pretrain", "nowhere"], "nowhere does not exist"),
         (["plan", "photos", "--recipe", "auto", "--trainer.batch_size", "x"], "expected a whole number"),

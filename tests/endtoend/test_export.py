@@ -16,6 +16,7 @@ import massl
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.io import backbone_bytes
 from massl.weights.models import open_model
+from tests.unit.weights.foreign_states import resnet
 
 SIZES = [(32, 32), (40, 40), (24, 40)]  # the training size, another one, not square
 TINY = {"embed_dim": 48, "depth": 2, "num_heads": 3}
@@ -119,6 +120,18 @@ def exported(file: Path, to: Any, work: Path, name: str, size: tuple[int, int]) 
     folder = massl.export(file, to=to, output=work / name, image_size=size)
     (folder / "export.size").write_text(json.dumps(size))
     return name
+
+
+def test_the_folder_of_a_weights_file_keeps_its_size_and_where_it_came_from(tmp_path: Path) -> None:
+    write_backbone(tmp_path / "b.safetensors", TINY)
+    torch.save(resnet(), tmp_path / "weights.pth")
+    imported = massl.import_weights(tmp_path / "weights.pth", output=tmp_path / "imported")
+    exported(imported, "safetensors", tmp_path, "square", (96, 96))
+    exported(imported, "safetensors", tmp_path, "wide", (64, 96))
+    square, wide, before = (open_model(tmp_path / name) for name in ("square", "wide", "imported"))
+    assert square.image_size == 96
+    assert wide.image_size == before.image_size  # one number cannot say it
+    assert square.origin == before.origin
 
 
 def test_timm_and_torch_hub_open_exports_without_massl(tmp_path: Path) -> None:

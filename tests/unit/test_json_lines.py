@@ -81,6 +81,11 @@ def test_a_fifo_blocks_no_reader_and_a_large_file_is_refused(tmp_path: Path, mak
             read(tmp_path / name)
 
 
+def test_a_byte_order_mark_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert read_json(tmp_path / "a.json") == {"a": 1}
+
+
 @pytest.mark.parametrize("content", [b"{", b"[" * 100_000, b"\xff", b""])
 def test_what_is_no_json_is_a_value_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)

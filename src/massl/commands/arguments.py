@@ -120,7 +120,7 @@ def _in_words(metavar: str) -> str:
     return ", then ".join(one) + (", any number of times" if metavar.startswith("[") else "")
 
 
-_ALIASES = {"source": ("--data",), "weights": ("--init",)}  # short for --data.source and --init.weights
+ALIASES = {"source": ("--data",), "weights": ("--init",)}  # short for --data.source and --init.weights
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ def _fields_of(info: StructTypeInfo) -> StructConstructorSpec | None:
             text = "the method to train; the recipe's values for it become the defaults"
         configuration = tyro.conf.arg(
             help_behavior_hint=_hint(text, default),
-            aliases=_ALIASES.get(name),
+            aliases=ALIASES.get(name),
             metavar="IMAGES" if name == "images" else None,  # the positional argument of pretrain and plan
         )
         annotated: Any = Annotated[field_type, configuration]

@@ -163,7 +163,10 @@ def _lasting(
     """The recipe with the epochs that fill the minutes, and shorter warm-ups. `timed`: with the network of --init."""
     speed, epochs, why = _trial(timed, source, minutes, None, tell)
     tell(f"trainer.epochs {epochs}: {why}")
-    changes = {"trainer.epochs": epochs, **shortened_warm_ups(recipe, epochs=epochs, given=given)}
+    warm_ups = shortened_warm_ups(recipe, epochs=epochs, given=given)
+    for key, value in warm_ups.items():
+        tell(f"{key} {value:g}: shorter with the epochs")
+    changes = {"trainer.epochs": epochs, **warm_ups}
     return Resolved(recipe=resolve_recipe(recipe, None, changes), speed=speed)
 
 

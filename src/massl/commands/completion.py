@@ -10,6 +10,7 @@ from typing import Any, Literal
 import tyro
 
 from massl.commands.ablate.command import AblateSettings
+from massl.commands.arguments import ALIASES
 from massl.commands.compare.command import CompareSettings
 from massl.commands.demo import DemoSettings
 from massl.commands.embed import EmbedSettings
@@ -123,7 +124,7 @@ def _options_of(settings_type: type[Settings], prefix: str = "", *, has_flags: b
         named = next((mark.name for mark in field.metadata if getattr(mark, "name", None)), name)
         key = prefix + named
         is_positional, is_flag = tyro.conf.Positional in field.metadata, has_flags and field.annotation is bool
-        others = [*(["--data"] if key == "data.source" else []), *([f"--no-{key}"] if is_flag else [])]
+        others = [*ALIASES.get(named, ()), *([f"--no-{key}"] if is_flag else [])]
         yield _Option(
             words=() if is_positional else (f"--{key}", *others),
             values=()

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -143,4 +143,6 @@ def _changed_options(settings: Settings, prefix: str = "") -> Iterable[tuple[str
 
 
 def as_words(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        return [word for key, item in value.items() for word in (str(key), *as_words(item))]
     return [str(item) for item in value] if isinstance(value, tuple | list) else [str(value)]

@@ -14,7 +14,7 @@ from rich.status import Status
 from massl.commands.console import message_console, print_line
 from massl.data.loading.image_reader import MAX_UNREADABLE_SHARE
 from massl.data.loading.range_sample import settle_ranges
-from massl.data.sources import ImageSource, open_source, remarks_of
+from massl.data.sources import ImageSource, home_of, open_source, remarks_of
 from massl.data.sources.base import DataError
 from massl.data.sources.rules import DEFAULT_RULES, ReadRules
 from massl.data.sources.subset import UnreadableImages
@@ -112,7 +112,7 @@ class UnreadableLeftOut:
                     if source is not None and readable is not None:
                         require_few(source, len(source) - len(readable), error)
                 for message in error.messages:
-                    self._skipped.add(message)
+                    self._skipped.add(message, home_of(error.source))
                 left = rest
             else:
                 if left != list(sources):

@@ -11,7 +11,7 @@ from massl.commands.arguments import parse
 from massl.commands.console import message_console, print_line, require_writable
 from massl.config import MasslError, Settings, UsageError, merge, validate
 from massl.data.evaluation.views import MAX_SIDE, whole_patches
-from massl.files import make_folder, write_atomically
+from massl.files import making_folder
 from massl.nn.positions import ResamplingRule
 from massl.nn.token_readout import patch_size
 from massl.weights.io import BACKBONE_FILE, backbone_bytes
@@ -106,8 +106,8 @@ def run_import(settings: ImportSettings) -> Path:
     origin = model.origin.replace(str(file), file.name)  # where it lay is no matter of those who get the folder
     content = backbone_bytes(backbone.model, image_size=size, crop_ratio=model.crop_ratio, origin=origin, **about)
     try:
-        make_folder(folder)
-        write_atomically(folder / BACKBONE_FILE, content)
+        with making_folder(folder) as unfinished:
+            (unfinished / BACKBONE_FILE).write_bytes(content)
     except OSError as error:
         raise MasslError(f"cannot write {folder} ({error}); make room or choose another --output") from error
     console = message_console()

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +15,9 @@ from massl.commands.console import as_words, message_console, print_line, result
 from massl.commands.device import choose_device, host_threads_for
 from massl.commands.images import open_images
 from massl.commands.memory_check import counted_gib, measured_memory, too_large
-from massl.commands.pretrain_arguments import default_output, parse_pretrain
+from massl.commands.pretrain_arguments import new_output, parse_pretrain
 from massl.commands.recipe import PretrainRecipe
-from massl.commands.start import with_network_of
+from massl.commands.start import refuse_idle_init, with_network_of
 from massl.commands.timing import WARM_UPS, images_per_epoch, steady_speed
 from massl.config import RecipeError, dotted, flatten
 from massl.data.sources import ImageSource, held_out
@@ -31,6 +32,7 @@ from massl.planning.facts import (
 )
 from massl.planning.memory import checkpoint_gib
 from massl.training.progress import duration_text
+from massl.training.run_folder import RunFolder
 
 DESCRIPTION = """Say what a run would be and what it would cost, without training.
 
@@ -60,9 +62,14 @@ class RunPlan:
     speed: Speed
     training_seconds: float
     probe_seconds: float
+    steps: int
     disk_gib: float | None
     output: Path
     command: str  # that starts it; "" for a recipe that is no file
+
+    @property
+    def holds_run(self) -> bool:
+        return (self.output / "recipe.yaml").is_file()
 
     @property
     def seconds(self) -> float:
@@ -80,13 +87,16 @@ def plan(
     init: str | Path | None = None,
 ) -> RunPlan:
     """What `pretrain` with the same arguments would train, and the memory, time and disk it would need."""
-    changes = {**dotted(overrides or {}, PretrainRecipe), **({} if epochs is None else {"trainer.epochs": epochs})}
+    changes = dotted(overrides or {}, PretrainRecipe)
+    if epochs is not None and changes.setdefault("trainer.epochs", epochs) != epochs:
+        raise RecipeError("epochs and trainer.epochs differ; give one of them")
     words = [str(data)]
     words += [] if recipe is None else ["--recipe", str(recipe)]
     words += [] if init is None else ["--init", str(init)]
     words += [word for key, value in changes.items() for word in (f"--{key}", *as_words(value))]
-    found = resolve(recipe, data=data, overrides=changes, init=init, minutes=minutes, quiet=True)
-    planned = _cost(found, Path(output or default_output(data)), words, init=init, given=changes, may_download=True)
+    folder = Path(output or new_output(data)).expanduser()
+    found = resolve(recipe, data=data, overrides=changes, run=folder, init=init, minutes=minutes, quiet=True)
+    planned = _cost(found, folder, words, init=init, given=changes, may_download=True)
     return replace(planned, command="") if isinstance(recipe, PretrainRecipe) else planned
 
 
@@ -94,11 +104,12 @@ def main(arguments: Sequence[str]) -> int:
     call = parse_pretrain(arguments, command="plan", description=DESCRIPTION)
     if call.data is None and not isinstance(call.recipe, PretrainRecipe):
         raise RecipeError("which images? massl plan photos/")
+    run = Path(call.output).expanduser() if call.output else None
     found = resolve(
-        call.recipe, data=call.data, overrides=call.overrides, init=call.init, minutes=call.minutes, quiet=True
+        call.recipe, data=call.data, overrides=call.overrides, run=run, init=call.init, minutes=call.minutes, quiet=True
     )
-    words = _without(arguments, "--minutes", "--output")
-    output = Path(call.output or default_output(found.recipe.data.source))
+    words = _without([word for word in arguments if word != "--"], "--minutes", "--output")
+    output = run or new_output(found.recipe.data.source)
     is_named = call.data is not None
     planned = _cost(found, output, words, init=call.init, given=call.overrides, may_download=is_named)
     screen = result_console()
@@ -121,6 +132,10 @@ def _cost(
     device = choose_device(recipe.trainer.device, option="trainer.device")
     source = open_images(recipe.data.source, rules=recipe.data.rules(), may_download=may_download)
     recipe = with_network_of(recipe, init, given)
+    run = RunFolder(output, recipe)
+    if not run.recipe_file.exists():
+        refuse_idle_init(recipe)
+    run.refuse_unusable()
     if recipe.data.hold_out > 0:
         source = held_out(source, recipe.data.hold_out)[0]
     facts = found.images or look_at_images(source)
@@ -138,7 +153,10 @@ def _cost(
             speed = steady_speed(timed, source, facts=facts)
     if speed.memory is not None and not problem:
         gib = speed.memory.peak
-    epochs, probes = recipe.trainer.epochs, recipe.probes.every_epochs
+    num_images = images_per_epoch(recipe, len(source))
+    steps_per_epoch = num_images // recipe.trainer.batch_size
+    steps = min(recipe.trainer.epochs * steps_per_epoch, recipe.trainer.max_steps or sys.maxsize)
+    epochs = steps / steps_per_epoch
     return RunPlan(
         recipe=recipe,
         explanation=found.explanation,
@@ -150,8 +168,9 @@ def _cost(
         free_gib=free,
         problem=problem,
         speed=speed,
-        training_seconds=speed.training_seconds(images_per_epoch=images_per_epoch(recipe, len(source)), epochs=epochs),
-        probe_seconds=speed.probe_seconds(epochs=epochs, every_epochs=probes),
+        training_seconds=speed.training_seconds(images_per_epoch=num_images, epochs=epochs),
+        probe_seconds=speed.probe_seconds(epochs=epochs, every_epochs=recipe.probes.every_epochs),
+        steps=steps,
         disk_gib=_disk_gib(recipe),
         output=output,
         command=_command(found, recipe, words, output),
@@ -215,7 +234,8 @@ def plan_lines(planned: RunPlan) -> list[str]:
     images, device, recipe = planned.images, planned.device, planned.recipe
     labels = f"{images.num_classes} label folders, used by probes only" if images.num_classes else "no labels found"
     broken = f"{len(planned.unreadable)} unreadable" if planned.unreadable else "none unreadable"
-    lines = [
+    lines = [f"{planned.output} holds a run: this is its recipe, and its length"] if planned.holds_run else []
+    lines += [
         f"images: {images.num_images:,}, typically {images.typical_size}; {labels}; {broken} "
         f"among {images.num_sampled} sampled headers and {planned.num_tried} decoded images",
         *(f"  unreadable: {reason}" for reason in planned.unreadable[:3]),
@@ -231,16 +251,16 @@ def plan_lines(planned: RunPlan) -> list[str]:
     if abs(speed.first_pass / speed.later - 1) > 0.02:
         cache = f" ({1 / speed.first_pass:,.0f} in the first pass, which decodes and keeps the images)"
     lines.append(f"speed: {speed.images_per_second:,.0f} images a second{cache}")
-    steps = planned.recipe.trainer.epochs * (images.num_images // recipe.trainer.batch_size)
     parts = f"{duration_text(planned.training_seconds)} training, {duration_text(planned.probe_seconds)} probes"
     lines.append(
         f"time: {duration_text(planned.seconds)} ({planned.seconds / 3600:.2f} hours: {parts}) for "
-        f"{recipe.trainer.epochs:,} epochs, {steps:,} steps"
+        f"{planned.steps:,} steps{' of' if recipe.trainer.max_steps else ','} {recipe.trainer.epochs:,} epochs"
     )
     disk = "not known for this network" if planned.disk_gib is None else f"{planned.disk_gib:.2f} GiB"
     free = shutil.disk_usage(next(folder for folder in planned.output.absolute().parents if folder.exists())).free
     lines.append(f"disk: {disk} for checkpoints in {planned.output}, {free / 2**30:.0f} GiB are free")
     if planned.problem:
         lines.append(f"it does not fit: {planned.problem}")
-    lines.append(f"start it: {planned.command}")
+    if planned.command:
+        lines.append(f"start it: {planned.command}")
     return lines

@@ -145,7 +145,10 @@ def _train(start: Start, source: ImageSource, folder: RunFolder, device: torch.d
     trainer = _build(recipe, source, held, folder, device, console, skipped=skipped, cautions=cautions)
     skipped.say = trainer.display.say
     announce_execution(trainer, console)
-    for caution in (*idle_options(recipe), *trainer.method.cautions(_training_plan(recipe, source))):
+    for caution in (
+        *idle_options(recipe, has_start=folder.has_start),
+        *trainer.method.cautions(_training_plan(recipe, source)),
+    ):
         cautions.add(caution)
     if (duration := caution_on_duration(recipe, trainer, len(source), console)) is not None:
         cautions.add(duration, keep=not steps)

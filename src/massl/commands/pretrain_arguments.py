@@ -1,5 +1,6 @@
 """The arguments of `massl pretrain`, and the recipe they ask for."""
 
+import itertools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from pydantic import Field, create_model
 from massl.commands.arguments import parse
 from massl.commands.recipe import PretrainRecipe, load_recipe
 from massl.commands.recipes import AUTO
+from massl.commands.timing import WARM_UPS
 from massl.config import RecipeError, UsageError, dotted, flatten, merge, validate
 from massl.methods import METHODS
 from massl.planning.choice import choose
@@ -34,6 +36,7 @@ _EXAMPLE = "10,000 photographs on a GPU of 24 GiB"  # whose values --help shows 
 _EXAMPLE_IMAGES = ImageFacts(num_images=10_000, sizes=((375, 500),), num_sampled=1)
 _EXAMPLE_DEVICE = DeviceFacts(kind="cuda", name="GPU", memory_gib=24, num_cores=8, host_gib=64)
 # a given number of rows or block size is checked against what auto derives from it, not against the example's
+_NO_VALUE = object()  # None is a value
 _ANY_MEMORY = {"method.memory.num_rows": 2**62, "method.memory.block_size": 1}
 
 
@@ -69,11 +72,12 @@ class PretrainCall(NamedTuple):
 
 def parse_pretrain(arguments: Sequence[str], *, command: str = "pretrain", description: str = "") -> PretrainCall:
     """The recipe with the values given on the command line, and where the run is kept."""
+    arguments = [word for word in arguments if word != "--"]  # ends the options for argparse; the images may follow
     is_help = bool({"--help", "-h"} & set(arguments))
     name, data = _value_of("--recipe", arguments), _images_of(arguments)
     output = _value_of("--output", arguments)
-    start = _value_of("--init", arguments) or _value_of("--init.weights", arguments)
-    run = output or (str(default_output(data)) if data else None)
+    start = _only_one("weights are", _value_of("--init", arguments), _value_of("--init.weights", arguments))
+    run = output or (str(new_output(data) if command == "plan" else default_output(data)) if data else None)
     is_auto = name == AUTO or (name is None and not _has_recipe(run) and not _has_recipe(start))
     recipe = _base_recipe(arguments, name, run, start, data, is_auto=is_auto, is_help=is_help)
     # Only the chosen method's options; the rest would clutter --help.
@@ -94,15 +98,15 @@ def parse_pretrain(arguments: Sequence[str], *, command: str = "pretrain", descr
         place = next(
             place
             for place, word in enumerate(arguments)
-            if word == parsed.images and not arguments[place - 1].startswith("--")
+            if word == parsed.images and not ((before := arguments[place - 1]).startswith("--") and "=" not in before)
         )
         rest = [*arguments[:place], *arguments[place + 1 :]]
         return parse_pretrain([parsed.images, *rest], command=command, description=description)
     if data is None and is_auto:
         recipe_of_run(run, start, data=data)  # raises: nothing tells what to train on
     given = _given(parsed, arguments)
-    if parsed.epochs is not None:
-        given["trainer.epochs"] = parsed.epochs
+    if parsed.epochs is not None and given.setdefault("trainer.epochs", parsed.epochs) != parsed.epochs:
+        raise UsageError("--epochs and --trainer.epochs differ; give one of them")
     if parsed.minutes is not None and "trainer.epochs" in given:
         raise UsageError("--minutes and --epochs both set the length of training; give one of them")
     kept = PretrainRecipe.model_validate({field: getattr(parsed, field) for field in PretrainRecipe.model_fields})
@@ -110,8 +114,8 @@ def parse_pretrain(arguments: Sequence[str], *, command: str = "pretrain", descr
         return PretrainCall(AUTO, run or "", start, data, given, parsed.minutes)
     if parsed.epochs is not None:
         kept = resolve_recipe(kept, data, {"trainer.epochs": parsed.epochs})
-    # what a download needs to be named by the user, and what weights to start from may not replace
-    named = ("probes.database", "probes.queries", "backbone.", "views.mean", "views.std", "init.")
+    # what a download needs to be named by the user, and what weights to start from or --minutes may not replace
+    named = ("probes.database", "probes.queries", "backbone.", "views.mean", "views.std", "init.", *WARM_UPS)
     kept_as_named: dict[str, Any] = {key: value for key, value in given.items() if key.startswith(named)}
     given_data = None if data is None else kept.data.source
     return PretrainCall(kept, run or "", start, given_data, kept_as_named, parsed.minutes)
@@ -150,9 +154,16 @@ def checked_for_auto(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _images_of(arguments: Sequence[str]) -> str | None:
     """The images named first, or by --data."""
-    if arguments and not arguments[0].startswith("-"):
-        return arguments[0]
-    return _value_of("--data", arguments) or _value_of("--data.source", arguments)
+    first = None if not arguments or arguments[0].startswith("-") else arguments[0]
+    return _only_one("images are", first, _value_of("--data", arguments), _value_of("--data.source", arguments))
+
+
+def _only_one(what: str, *values: str | None) -> str | None:
+    """The value of an option that has several spellings."""
+    given = list(dict.fromkeys(value for value in values if value is not None))
+    if len(given) > 1:
+        raise UsageError(f"{what} named twice, {' and '.join(given)}; name one")
+    return given[0] if given else None
 
 
 def _given(parsed: PretrainArguments, arguments: Sequence[str]) -> dict[str, Any]:
@@ -163,8 +174,8 @@ def _given(parsed: PretrainArguments, arguments: Sequence[str]) -> dict[str, Any
     for name in names - {"data.source"}:
         section: Any = dumped
         for part in name.split("."):
-            section = section.get(part) if isinstance(section, dict) else None
-        if "." in name and section is not None:
+            section = section.get(part, _NO_VALUE) if isinstance(section, dict) else _NO_VALUE
+        if "." in name and section is not _NO_VALUE:
             given[name] = section
     return given | ({"data.accept_changes": True} if parsed.data.accept_changes else {})
 
@@ -181,6 +192,13 @@ def default_output(data: str | Path | None) -> Path:
     place = str(data) if not location or "/" in scheme else location.partition("?")[0]
     name = Path(place).expanduser().resolve().name if place == str(data) or scheme == "folder" else place
     return Path("runs") / (re.sub(r"[^\w.-]+", "-", name.removesuffix(".npz")).strip("-.")[:100] or "images")
+
+
+def new_output(data: str | Path | None) -> Path:
+    """The default, numbered if it is taken: runs/photos-2."""
+    first = default_output(data)
+    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([first], numbered) if _is_free(folder))
 
 
 def recipe_of_run(output: str | Path | None, init: str | Path | None, *, data: str | Path | None = None) -> Path:

@@ -55,25 +55,24 @@ def announce_plan(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     views, settings = recipe.views, recipe.trainer
     local_views = f" + {views.num_local} x {views.local_size} px" if views.num_local else ""
-    rate = recipe.optimizer.peak_learning_rate(settings.batch_size)
     print_line(
         console,
         f"{recipe.method.name} on {recipe.data.source}: {num_images:,} images, {schedules.steps_per_epoch} steps an "
         f"epoch, {schedules.num_steps:,} steps\n"
         f"{recipe.backbone.name}, {views.num_global} x {views.global_size} px{local_views} views, "
-        f"batch {settings.batch_size}, peak learning rate {rate:.3g}, {settings.precision}, "
+        f"batch {settings.batch_size}, peak learning rate {schedules.peak_learning_rate:.3g}, {settings.precision}, "
         f"{distributed.world_size()} x {name}",
     )
 
 
-def idle_options(recipe: PretrainRecipe) -> Iterator[str]:
-    """Options that this run will not heed, in words."""
+def idle_options(recipe: PretrainRecipe, *, has_start: bool) -> Iterator[str]:
+    """Options that this run will not heed, in words. `has_start`: it began with trained weights."""
     settings = recipe.trainer
     has_guard = settings.guard in ("warn", "stop")
     if recipe.probes.every_epochs == 0 and (settings.stop_when_flat or has_guard):
         name = "stop_when_flat" if settings.stop_when_flat else "guard"
         yield f"trainer.{name} does nothing: this run has no probes (probes.every_epochs 0)"
-    elif has_guard and recipe.init.weights is None:
+    elif has_guard and recipe.init.weights is None and not has_start:
         yield "trainer.guard does nothing: this run starts from random weights, not from --init MODEL"
 
 

@@ -46,8 +46,8 @@ def decide_start(
     """
     recorded = _recorded(path)
     if init is None and recipe.init.weights is None:
-        if idle := [name for name, value in recipe.init if value is not None]:
-            raise RecipeError(f"--init.{idle[0]} needs weights to start from: --init MODEL")
+        if recorded is None:  # older versions began such runs
+            refuse_idle_init(recipe)
         return Start(recipe=recipe)
     if CheckpointStore(path / _CHECKPOINTS, keep_last=1).steps():
         with stop_together():
@@ -66,6 +66,12 @@ def decide_start(
                 print_line(console, f"mean and deviation of the colours: from {weights}, {colours}")
     shared = distributed.gather_objects(start.recipe if start is not None else recipe)[0]
     return start if start is not None else Start(recipe=shared)
+
+
+def refuse_idle_init(recipe: PretrainRecipe) -> None:
+    """Settings of `--init` without weights do nothing."""
+    if recipe.init.weights is None and (idle := [name for name, value in recipe.init if value is not None]):
+        raise RecipeError(f"--init.{idle[0]} needs weights to start from: --init MODEL")
 
 
 def _recorded(path: Path) -> PretrainRecipe | None:

@@ -8,6 +8,7 @@ import torch
 from massl.commands.device import choose_device, host_threads_for
 from massl.commands.recipe import PretrainRecipe
 from massl.config import RecipeError, flatten
+from massl.data.loading.range_sample import settle_ranges
 from massl.data.order import EpochOrder
 from massl.data.sources import ImageSource, held_out, open_source
 from massl.planning.costs import Speed
@@ -20,6 +21,7 @@ WARM_UPS = ("optimizer.warmup_epochs", "method.teacher.temperature_warmup_epochs
 def training_images(recipe: PretrainRecipe, *, may_download: bool = False) -> ImageSource:
     """What the recipe trains on: without the held-out images."""
     source = open_source(recipe.data.source, rules=recipe.data.rules(), may_download=may_download)
+    settle_ranges(source)  # as the run that follows, which says so
     return held_out(source, recipe.data.hold_out)[0] if recipe.data.hold_out > 0 else source
 
 
@@ -77,5 +79,6 @@ def shortened_warm_ups(recipe: PretrainRecipe, *, epochs: int, given: Collection
 def refuse_other_length(recipe: PretrainRecipe) -> None:
     if recipe.trainer.max_steps is not None:
         raise RecipeError(
-            "trainer.max_steps would end the training before the --minutes are over; --set trainer.max_steps=null"
+            "trainer.max_steps would end the training before the --minutes are over; leave one of them out (a recipe's "
+            "own: --trainer.max_steps None, --set trainer.max_steps=null)"
         )

@@ -4,11 +4,11 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import tyro
 from PIL import Image
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from massl import distributed, keyed_random
@@ -34,6 +34,16 @@ from massl.reports.pictures.sheets import GREEN, GREY, RED, SMALLEST_TILE, Tile,
 PictureKind = Literal["attention", "pca", "correspondence", "neighbours", "neighbors"]
 _PAIRS_PER_ROW = 3  # images beside their principal components
 _FRAMES = {True: GREEN, False: RED, None: GREY}  # of neighbours of the same class, of another, of an unknown one
+_OF_ONE_KIND = {
+    "threshold": "pca",
+    "num_neighbours": "neighbours",
+    "database": "neighbours",
+    "cache": "neighbours",
+    "feature": "neighbours",
+    "crop_ratio": "neighbours",
+    "cosine": "correspondence",
+    "points_model": "correspondence",
+}
 _PAIRS = {"instance": "two views of an image", "class": "two images of a class"}
 
 
@@ -79,6 +89,13 @@ class VisualizeSettings(ModelSettings):
     @classmethod
     def _in_one_spelling(cls, kind: PictureKind) -> PictureKind:
         return "neighbours" if kind == "neighbors" else kind
+
+    @model_validator(mode="after")
+    def _options_are_of_this_kind(self) -> Self:
+        for option, kind in _OF_ONE_KIND.items():
+            if kind != self.kind and getattr(self, option) != type(self).model_fields[option].default:
+                raise ValueError(f"{option} has no effect on {self.kind}, only on {kind}; leave it out")
+        return self
 
     @property
     def folder(self) -> Path:

@@ -22,8 +22,9 @@ def write_safetensors(job: ExportJob, folder: Path) -> Written:
         timm_arguments=job.backbone.timm_arguments,
         mean=model.mean,
         std=model.std,
-        image_size=model.image_size,
+        image_size=job.size[0] if job.size[0] == job.size[1] else model.image_size,
         crop_ratio=model.crop_ratio,
+        origin=model.imported,
     )
     (folder / BACKBONE_FILE).write_bytes(content)
     write_json(folder / "preprocess.json", job.preparation.as_plain())

@@ -55,7 +55,7 @@ def choose(
     order = list(rules.NETWORKS)
     smallest = min(suits, key=order.index)
     suited = suits[smallest]
-    if given.keys() & rules.OF_VITS:
+    if any(given.get(key) is not None for key in rules.OF_VITS):
         smallest = rules.NETWORKS[smallest].instead or smallest
     wanted = start or rules.NETWORKS[smallest]
     name = str(given.get("backbone.name", wanted.name))

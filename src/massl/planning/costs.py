@@ -40,7 +40,7 @@ class Speed:
     def training_seconds(self, *, images_per_epoch: int, epochs: float) -> float:
         return images_per_epoch * (min(epochs, 1.0) * self.first_pass + max(0.0, epochs - 1.0) * self.later)
 
-    def probe_seconds(self, *, epochs: int, every_epochs: float) -> float:
+    def probe_seconds(self, *, epochs: float, every_epochs: float) -> float:
         """All probes: before training, then every so many epochs, and at the end."""
         num_probes = 0.0 if every_epochs == 0 else 1 + -(-epochs // max(every_epochs, 1e-9))
         return num_probes * self.num_probed * self.probe

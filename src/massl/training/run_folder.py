@@ -147,12 +147,18 @@ class RunFolder:
                     held.enter_context(self._locked())
                     if is_new:
                         held.enter_context(self._removed_unless_begun(missing))
-                    self._refuse_lost_checkpoints()
-                    self._refuse_other_recipe()
+                    self.refuse_unusable()
                     if self.data is not None and self.has_begun and not accept_changes:
                         DataRecord(self.path).refuse_changes(self.data)
                     self._record()
             yield
+
+    def refuse_unusable(self) -> None:
+        """Whether a run with this recipe can begin or continue here; only looks."""
+        self._refuse_foreign_folder()
+        self._refuse_links()
+        self._refuse_lost_checkpoints()
+        self._refuse_other_recipe()
 
     def _refuse_foreign_folder(self) -> None:
         """Accept a new folder, an empty one, or one that holds a run."""

@@ -54,6 +54,7 @@ class LoadedModel:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     crop_ratio: float = PUBLISHED_CROP_RATIO  # centre crop / shorter side of the images; of a run: that of its probes
+    imported: str | None = None  # what `massl import` found, if it wrote the file
 
     @property
     def architecture(self) -> str:
@@ -151,10 +152,11 @@ def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int
     size = trained_size(backbone.model, content, path)
     describe_images(backbone.model, content, image_size=size)
     origin = f"teacher of {path}" if path.is_dir() else f"backbone {path}"
-    if content.origin is not None:
-        origin = f"imported {for_message(content.origin)}"
+    imported = None if content.origin is None else for_message(content.origin)
+    if imported is not None:
+        origin = f"imported {imported}"
     model = _loaded(backbone, name=name, origin=origin, mean=content.mean, std=content.std)
-    return replace(model, image_size=size, crop_ratio=content.crop_ratio)
+    return replace(model, image_size=size, crop_ratio=content.crop_ratio, imported=imported)
 
 
 def _open_foreign(

@@ -2,14 +2,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from massl.commands.ablate.command import AblateSettings
 from massl.commands.arguments import parse
 from massl.commands.compare.command import CompareSettings
+from massl.commands.evaluate.command import EvaluateSettings
 from massl.commands.pretrain_arguments import parse_pretrain
 from massl.commands.visualize import VisualizeSettings, visualize
-from massl.config import RecipeError, Settings, UsageError
+from massl.config import MasslError, RecipeError, Settings, UsageError
 from massl.methods import METHODS
 
 
@@ -73,6 +74,32 @@ def test_data_is_short_for_data_source(given: list[str]) -> None:
 def test_neighbors_are_neighbours() -> None:
     given = ["runs/a", "neighbors", "--data", "demo:test", "--output", "figures"]
     assert parse(VisualizeSettings, "visualize", "", given).kind == "neighbours"
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value", "own"),
+    [
+        ("attention", "threshold", "0.5", "pca"),
+        ("pca", "crop_ratio", "0.5", "neighbours"),
+        ("correspondence", "num_neighbours", "3", "neighbours"),
+        ("neighbours", "cosine", "True", "correspondence"),
+        ("pca", "points_model", "vit_tiny_patch16_224", "correspondence"),
+    ],
+)
+def test_options_of_another_kind_of_picture_are_refused(kind: str, option: str, value: str, own: str) -> None:
+    given = ["--data", "demo:test", "--output", "figures", f"--{option}", value]
+    assert str(getattr(parse(VisualizeSettings, "visualize", "", ["runs/a", own, *given]), option)) == value
+    with pytest.raises((MasslError, ValidationError), match=f"{option} has no effect on {kind}, only on {own}"):
+        parse(VisualizeSettings, "visualize", "", ["runs/a", kind, *given])
+
+
+def test_rules_of_reading_are_for_own_images() -> None:
+    start = ["runs/a", "--protocol", "knn", "retrieval", "--output", "results", "--max_megapixels", "50"]
+    folder = ["--folder", "roxford"]
+    given = [*start, *folder, "--train", "a", "--test", "b"]
+    assert parse(EvaluateSettings, "evaluate", "", given).max_megapixels == 50
+    with pytest.raises((MasslError, ValidationError), match="max_megapixels is for images of train and test"):
+        parse(EvaluateSettings, "evaluate", "", [*start, *folder])
 
 
 def test_a_kind_of_picture_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def completed(script: Path, line: str) -> set[str]:
         ("massl pretrain --method.name ", set(METHODS)),
         ("massl pretrain --method.pred", {"--method.predictor.num_layers", "--method.predictor.hidden_dim"}),
         ("massl compare --dat", {"--data", "--data.source"}),
+        ("massl pretrain --init.we", {"--init.weights"}),
         ("massl evaluate runs/a --protocol knn lo", {"logreg", "low-shot", "long-tail"}),
         ("massl visualize runs/a att", {"attention"}),
         ("massl report runs/a --no", {"--no-figures"}),
@@ -59,6 +60,10 @@ def completed(script: Path, line: str) -> set[str]:
 )
 def test_bash_completes_commands_options_and_values(script: Path, line: str, offered: set[str]) -> None:
     assert completed(script, line) == offered
+
+
+def test_bash_completes_the_short_names_of_options(script: Path) -> None:
+    assert {"--init", "--init.weights"} <= completed(script, "massl pretrain --ini")
 
 
 def test_every_command_is_completed(script: Path) -> None:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from massl.commands import images
 from massl.commands.images import SkippedImages, UnreadableLeftOut, open_images
+from massl.data.sources import open_source
 from massl.data.sources.array import ArraySource
 from massl.data.sources.base import DataError, ImageSource
 from massl.data.sources.subset import SubsetSource, UnreadableImages
@@ -104,6 +105,23 @@ def test_work_is_repeated_without_the_unreadable_images_each_named_once() -> Non
     assert printed(console).count("skipped an unreadable image: photo/7: truncated") == 1
     assert printed(console).count("skipped an unreadable image: photo/90: empty") == 1
     assert "skipped 2 unreadable images in all" in printed(console)
+
+
+def test_a_file_of_two_nested_folders_is_named_once(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / "photos" / "val").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "photos" / "val" / f"{number}.jpg").touch()
+    whole, part = open_source(tmp_path / "photos"), open_source(tmp_path / "photos" / "val")
+
+    def work(train: ImageSource, test: ImageSource) -> None:
+        for source in (train, test):
+            if len(source) == 40:
+                raise UnreadableImages(source, {0: "empty"})
+
+    console = quiet()
+    UnreadableLeftOut(console).run(work, whole, part)
+    assert printed(console).count("skipped an unreadable image") == 1
+    assert "skipped 1 unreadable image in all" in printed(console)
 
 
 def test_all_sources_of_the_same_images_lose_the_unreadable_ones() -> None:

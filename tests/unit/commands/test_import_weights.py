@@ -99,6 +99,18 @@ def test_files_that_cannot_be_imported_leave_no_folder_and_run_nothing(
     assert not mark.exists()
 
 
+def test_a_full_disk_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    torch.save(resnet(), tmp_path / "weights.pth")
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(MasslError, match=r"cannot write .*No space left on device.*; make room"):
+        massl.import_weights(tmp_path / "weights.pth", output=tmp_path / "models" / "resnet")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
 def test_what_exists_is_not_overwritten_and_what_does_not_is_no_model(tmp_path: Path) -> None:
     folder = imported(tmp_path, resnet())
     before = (folder / "backbone.safetensors").read_bytes()

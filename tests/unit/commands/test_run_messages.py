@@ -1,11 +1,15 @@
+import io
 import shlex
 
+import pytest
 import torch
+from rich.console import Console
 
 from massl.commands.pretrain_arguments import parse_pretrain
 from massl.commands.recipe import load_recipe
-from massl.commands.run_messages import cpu_caution, seconds_per_step_on_cpu
+from massl.commands.run_messages import announce_plan, cpu_caution, idle_options, seconds_per_step_on_cpu
 from massl.methods import build_method
+from massl.training.schedules import Schedules
 
 HOUR = 3600.0
 
@@ -50,3 +54,29 @@ def test_the_guess_leaves_the_network_as_it_was() -> None:
     assert seconds_per_step_on_cpu(recipe, method.backbone_to_evaluate()) > 0
     assert method.backbone_to_evaluate().training
     assert all(torch.equal(value, before[name]) for name, value in method.state_dict().items())
+
+
+@pytest.mark.parametrize(("weights", "peak"), [(None, "7e-04"), ("runs/a", "1.4e-04")])
+def test_the_peak_learning_rate_that_is_said_is_that_of_training(weights: str | None, peak: str) -> None:
+    """A run from weights learns at a fifth of the recipe's rate."""
+    init = {"init.weights": weights, "init.learning_rate_factor": 0.2}
+    rate = {"optimizer.learning_rate": 7e-4, "trainer.batch_size": 256}
+    recipe = load_recipe("massl-tiny", {"data.source": "photos/", **init, **rate})
+    schedules = Schedules(
+        optimizer=recipe.optimizer,
+        ramps=recipe.method.ramps(),
+        batch_size=256,
+        epochs=recipe.trainer.epochs,
+        steps_per_epoch=10,
+        init=recipe.init,
+    )
+    console = Console(file=io.StringIO(), width=300)
+    announce_plan(recipe, schedules, 2560, torch.device("cpu"), console)
+    assert f"peak learning rate {float(peak):.3g}" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_guard_of_a_run_from_weights_is_heeded() -> None:
+    recipe = load_recipe("massl-tiny", {"data.source": "photos/", "trainer.guard": "stop"})
+    assert list(idle_options(recipe, has_start=True)) == []  # older versions kept the weights in start.json
+    (caution,) = idle_options(recipe, has_start=False)
+    assert "trainer.guard does nothing: this run starts from random weights" in caution

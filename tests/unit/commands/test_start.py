@@ -1,7 +1,12 @@
+from pathlib import Path
+
 import pytest
 import torch
 
-from massl.commands.start import backbone_settings
+from massl.commands.console import message_console
+from massl.commands.recipe import load_recipe
+from massl.commands.start import backbone_settings, decide_start
+from massl.config import RecipeError, to_yaml
 from massl.nn.backbone import build_backbone
 from massl.weights.models import open_model
 
@@ -27,3 +32,11 @@ def test_the_settings_of_a_published_model_build_the_same_network(name: str, mon
     image = torch.linspace(-1.0, 1.0, 3 * 56 * 56).reshape(1, 3, 56, 56)
     with torch.no_grad():
         torch.testing.assert_close(own(image).pooled, model.backbone(image).pooled)
+
+
+def test_settings_of_weights_need_weights_but_old_runs_that_have_none_go_on(tmp_path: Path) -> None:
+    recipe = load_recipe("massl-tiny", {"data.source": "photos/", "init.head_epochs": 2.0})
+    with pytest.raises(RecipeError, match=r"--init\.head_epochs needs weights to start from"):
+        decide_start(recipe, None, path=tmp_path, given=(), console=message_console())
+    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
+    assert decide_start(recipe, None, path=tmp_path, given=(), console=message_console()).recipe == recipe

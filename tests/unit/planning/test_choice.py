@@ -232,6 +232,7 @@ def test_a_cpu_gets_a_small_resnet_with_the_settings_it_was_measured_with() -> N
         chosen(8_000, 28, device_of("cpu", 16), backbone__patch_size=7).values["backbone.name"]
         == vit.values["backbone.name"]
     )
+    assert chosen(8_000, 28, device_of("cpu", 16), backbone__patch_size=None).values["backbone.name"] == "resnet10t"
 
 
 def test_thumbnails_on_a_gpu_get_the_network_of_the_public_table() -> None:

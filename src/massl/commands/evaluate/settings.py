@@ -60,7 +60,7 @@ class EvaluationRequest(ModelSettings):
             raise ValueError(f"suite {self.suite} chooses its own images below data_root: leave {given} out")
         if self.data_root and not (self.suite or self.data):
             raise ValueError("data_root is where the sets of data or suite lie; give one of them, or leave it out")
-        if self.suite or self.data or self.folder is not None:
+        if self.train is None and self.test is None:
             self._refuse_rules()
         return self
 

@@ -162,7 +162,7 @@ def image_size(image: EncodedImage) -> tuple[int, int]:
     if not isinstance(image.data, bytes):
         return image.data.shape[0], image.data.shape[1]
     header = read_jpeg_header(image.data)
-    if header is not None and header.is_plain:
+    if header is not None and header.is_plain and header.height * header.width <= image.rules.max_pixels:
         return header.height, header.width
     try:
         with _opened(image.data, image.rules) as picture:

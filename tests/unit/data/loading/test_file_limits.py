@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import massl.data.loading.decode as decode_module
-from massl.data.loading.decode import UnreadableImage, decode
+from massl.data.loading.decode import UnreadableImage, decode, image_size
 from massl.data.sources import open_source
 from massl.data.sources.base import EncodedImage
 from massl.data.sources.rules import ReadRules, read_file
@@ -133,6 +133,10 @@ def test_pixels_are_limited_by_the_rules_and_a_panorama_passes() -> None:
     assert decoded(panorama).shape == (3, 512, 1024)
     with pytest.raises(UnreadableImage, match=r"12000 x 6000.*max_megapixels"):
         decoded(panorama, ReadRules(max_megapixels=71))
+    small = ReadRules(max_megapixels=71)
+    with pytest.raises(UnreadableImage, match="max_megapixels"):  # massl plan looks at headers only
+        image_size(EncodedImage(data=panorama, label=None, key="x", rules=small))
+    assert image_size(EncodedImage(data=panorama, label=None, key="x", rules=ReadRules())) == (6_000, 12_000)
 
 
 def test_pillows_own_limit_does_not_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

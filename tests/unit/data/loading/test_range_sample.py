@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from massl.commands.recipe import load_recipe
+from massl.commands.timing import training_images
 from massl.data.loading.decode import UnreadableImage, decode
 from massl.data.loading.range_sample import settle_ranges
 from massl.data.sources import files_of, open_source
@@ -47,6 +49,8 @@ def test_the_range_is_sampled_said_and_used(tmp_path: Path, values: np.ndarray, 
     (remark,) = settle_ranges(source)
     assert f"{high:,g}" in remark
     assert "pixel_range" in remark
+    trial = training_images(load_recipe("massl-tiny", {"data.source": str(tmp_path / "photos")}))  # of massl plan
+    assert [files.rules for files in files_of(trial)] == [files.rules for files in files_of(source)]
     expected = (0.25 if high == 2**32 - 1 else 0.5, 0.005)
     assert [brightness(source, index) for index in range(2)] == pytest.approx(expected, abs=0.01)
 
