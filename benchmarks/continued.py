@@ -7,7 +7,7 @@
 of epochs; `scratch, 3x` has three times as many. Without `--recipe` it is what `auto` chooses. With `--minutes` a trial
 finds the epochs of the first run, and all others take them. The k-NN accuracies are those of the run's own probes: the
 images of `--test` classified by those of `--data`; without `--test`, a fifth of `--data` that is held out of training.
-Rows are appended to results.jsonl in the folder `--output`.
+Rows are appended to results.jsonl in the folder `--output`, where a run that is there already is not repeated.
 """
 
 import argparse
@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tune import rows_of
 
 from massl.commands.pretrain import pretrain
 from massl.commands.recipe import parse_set_options
@@ -41,6 +43,7 @@ _CONTINUED: dict[str, dict[str, Any]] = {
     },
 }
 _NUM_PROBES = 6
+_ROWS = "results.jsonl"
 _HOLD_OUT = 0.2
 _DIP = 3.0  # points below the start
 
@@ -79,7 +82,7 @@ def compare(chosen: argparse.Namespace) -> None:
     same |= {"views.mean": list(model.mean), "views.std": list(model.std)}
     if chosen.recipe == AUTO:  # it has no values of another network that these must replace
         same = {key: value for key, value in same.items() if value is not None}
-    epochs = chosen.epochs
+    epochs, done = chosen.epochs, {row["name"]: row for row in rows_of(chosen.output / _ROWS)}
     rows = []
     plans: list[tuple[str, dict[str, Any] | None, int]] = [(name, own, 1) for name, own in _CONTINUED.items()]
     plans += [("scratch", None, 1), ("scratch, 3x", None, 3)]
@@ -90,8 +93,8 @@ def compare(chosen: argparse.Namespace) -> None:
         if epochs is not None:
             probing = {"trainer.epochs": epochs * times, "probes.every_epochs": epochs * times / _NUM_PROBES}
             overrides |= probing
-        row, epochs_of_run = _run(name, overrides, chosen, use_init=own is not None, by_minutes=epochs is None)
-        epochs = epochs or epochs_of_run
+        row = done.get(name) or _run(name, overrides, chosen, use_init=own is not None, by_minutes=epochs is None)
+        epochs = epochs or row["epochs"]
         rows.append(row)
         print(table(rows), flush=True)
     (chosen.output / "table.txt").write_text(table(rows) + "\n")
@@ -99,7 +102,7 @@ def compare(chosen: argparse.Namespace) -> None:
 
 def _run(
     name: str, overrides: Mapping[str, Any], chosen: argparse.Namespace, *, use_init: bool, by_minutes: bool
-) -> tuple[dict[str, Any], int]:
+) -> dict[str, Any]:
     folder = chosen.output / "-".join("".join(sign if sign.isalnum() else " " for sign in name).split())
     began = time.perf_counter()
     result = pretrain(
@@ -110,6 +113,8 @@ def _run(
         overrides=overrides,
         minutes=chosen.minutes if by_minutes else None,
     )
+    if not result.finished:
+        raise SystemExit(f"continued.py: {folder.name} was interrupted; the same command goes on with it")
     seconds = time.perf_counter() - began
     probes = [(int(row["step"]), row["knn_top1"]) for row in result.metrics if "knn_top1" in row]
     losses = [row["loss"] for row in result.metrics]
@@ -123,12 +128,13 @@ def _run(
         "best": max(scores),
         "first_loss": losses[0],
         "steps": probes[-1][0],
+        "epochs": int(read_yaml(folder / "recipe.yaml")["trainer"]["epochs"]),
         "minutes": seconds / 60,
         "probes": probes,
     }
-    with (chosen.output / "results.jsonl").open("a") as file:
+    with (chosen.output / _ROWS).open("a") as file:
         file.write(json.dumps(row) + "\n")
-    return row, int(read_yaml(folder / "recipe.yaml")["trainer"]["epochs"])
+    return row
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -16,7 +16,7 @@ import massl
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.io import backbone_bytes
 from massl.weights.models import open_model
-from tests.unit.weights.foreign_states import resnet
+from tests.unit.weights.foreign_states import dinov2, resnet
 
 SIZES = [(32, 32), (40, 40), (24, 40)]  # the training size, another one, not square
 TINY = {"embed_dim": 48, "depth": 2, "num_heads": 3}
@@ -49,6 +49,7 @@ for folder, kind, size in json.loads(sys.argv[1]):
     code = re.search("```python\\n(.*?)```", open(folder + "/README.md").read(), re.S)[1]
     names = {}
     exec(code, names)
+    assert kind == "onnx" or not names["model"].training, folder
     if "features" in names:
         saved[folder + " card"] = np.asarray(names["features"])
     for shape in [size] if size else list(images):
@@ -56,7 +57,7 @@ for folder, kind, size in json.loads(sys.argv[1]):
             if kind == "onnx":
                 found = names["session"].run(["features"], {"images": images[shape].numpy()})[0]
             else:
-                found = names["model"].eval()(images[shape])
+                found = names["model"](images[shape])
                 found = found.pooler_output if kind == "transformers" else found
         saved[folder + " " + shape] = np.asarray(found)
 assert not any(name.partition(".")[0] == "massl" for name in sys.modules)
@@ -128,6 +129,8 @@ def test_the_folder_of_a_weights_file_keeps_its_size_and_where_it_came_from(tmp_
     imported = massl.import_weights(tmp_path / "weights.pth", output=tmp_path / "imported")
     exported(imported, "safetensors", tmp_path, "square", (96, 96))
     exported(imported, "safetensors", tmp_path, "wide", (64, 96))
+    exported(tmp_path / "b.safetensors", "safetensors", tmp_path, "vit", (64, 64))
+    assert "The timm model above takes images of 32 x 32 px." in (tmp_path / "vit" / "README.md").read_text()
     square, wide, before = (open_model(tmp_path / name) for name in ("square", "wide", "imported"))
     assert square.image_size == 96
     assert wide.image_size == before.image_size  # one number cannot say it
@@ -184,6 +187,11 @@ def test_onnx_runtime_opens_exports_of_any_size_without_massl(tmp_path: Path) ->
     assert graph.opset_import[0].version >= 18
     dimensions = [dimension.dim_param for dimension in graph.graph.input[0].type.tensor_type.shape.dim]
     assert dimensions == ["batch", "", "height", "width"]
+    torch.save(dinov2(num_registers=4), tmp_path / "dinov2.pth")
+    imported = massl.import_weights(tmp_path / "dinov2.pth", output=tmp_path / "dinov2", overrides={"num_heads": 2})
+    exported(imported, "onnx", tmp_path, "other size", (42, 42))  # one size, because of timm's rule of its positions
+    with torch.inference_mode():  # the process can go on with that size
+        assert open_model(imported).backbone(torch.zeros(1, 3, 42, 42)).pooled.isfinite().all()
     content = (tmp_path / "graph" / "model.onnx").read_bytes()
     assert b"site-packages" not in content  # the exporter notes where each node comes from
     assert str(Path(massl.__file__).parent).encode() not in content

@@ -179,4 +179,8 @@ def _trial(
     tell("a short trial to measure the speed")
     speed = steady_speed(recipe, source, facts=facts)
     epochs, _ = epochs_lasting(minutes, speed, num_images=images_per_epoch(recipe, len(source)))
-    return speed, epochs, f"they fill {minutes:g} minutes at {speed.images_per_second:,.0f} images a second"
+    return (
+        speed,
+        epochs,
+        f"they fill {minutes:g} minute{'' if minutes == 1 else 's'} at {speed.images_per_second:,.0f} images a second",
+    )

@@ -131,7 +131,7 @@ def run_export(settings: ExportSettings, *, hub: Any = None) -> Path:
             _write_card(settings, job, written, unfinished, name=folder.name, console=console)
     except OSError as error:
         raise MasslError(f"cannot write {folder} ({error}); make room or choose another --output") from error
-    about = f"{job.model.architecture}, {job.size[0]} x {job.size[1]} px"
+    about = f"{job.model.kind}, {job.size[0]} x {job.size[1]} px"
     print_line(console, f"{folder}: {about}; features differ from massl's by at most {written.difference:.1e}")
     if settings.push_to_hub:
         _send(folder, settings.push_to_hub, hub, console)

@@ -104,7 +104,7 @@ def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[
         crop_ratio = model.crop_ratio if settings.crop_ratio is None else settings.crop_ratio
         model.backbone.to(device)
         seen = f"{model.image_size} px, crop ratio {crop_ratio:g}"
-        about = f"{model.architecture}, {seen}, {settings.precision}, {device}"
+        about = f"{model.kind}, {seen}, {settings.precision}, {device}"
         print_line(console, f"{model.name}: {model.origin}; {about}")
         yield (
             Extractor(

@@ -26,6 +26,7 @@ from massl.commands.run_messages import (
     caution_on_duration,
     idle_options,
     summarise,
+    unseen_pixels,
 )
 from massl.commands.start import Start, decide_start, load_start
 from massl.config import RecipeError, dotted
@@ -39,6 +40,7 @@ from massl.data.sources import ImageSource, held_out, home_of, remarks_of
 from massl.methods import build_method
 from massl.methods.base import Method, TrainingPlan
 from massl.nn.backbone import refuse_published_weights
+from massl.nn.token_readout import patch_size
 from massl.training.checkpoint import CheckpointStore
 from massl.training.environment import ENVIRONMENT_FILE, describe_environment
 from massl.training.metrics_log import read_metrics
@@ -145,10 +147,9 @@ def _train(start: Start, source: ImageSource, folder: RunFolder, device: torch.d
     trainer = _build(recipe, source, held, folder, device, console, skipped=skipped, cautions=cautions)
     skipped.say = trainer.display.say
     announce_execution(trainer, console)
-    for caution in (
-        *idle_options(recipe, has_start=folder.has_start),
-        *trainer.method.cautions(_training_plan(recipe, source)),
-    ):
+    idle = idle_options(recipe, has_start=folder.has_start)
+    unseen = unseen_pixels(recipe.views, patch_size(trainer.method.backbone_to_evaluate()))
+    for caution in (*idle, *unseen, *trainer.method.cautions(_training_plan(recipe, source))):
         cautions.add(caution)
     if (duration := caution_on_duration(recipe, trainer, len(source), console)) is not None:
         cautions.add(duration, keep=not steps)

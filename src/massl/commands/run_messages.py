@@ -12,6 +12,7 @@ from massl import distributed
 from massl.commands.console import print_line, working
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.recipes import shipped_recipes
+from massl.data.views import ViewSettings
 from massl.nn.backbone import Backbone
 from massl.reports.run_reader import read_run
 from massl.reports.verdict import verdict
@@ -74,6 +75,15 @@ def idle_options(recipe: PretrainRecipe, *, has_start: bool) -> Iterator[str]:
         yield f"trainer.{name} does nothing: this run has no probes (probes.every_epochs 0)"
     elif has_guard and recipe.init.weights is None and not has_start:
         yield "trainer.guard does nothing: this run starts from random weights, not from --init MODEL"
+
+
+def unseen_pixels(views: ViewSettings, patch: int | None) -> Iterator[str]:
+    """View sizes that are no whole patches."""
+    for key in ("global_size", *(("local_size",) if views.num_local else ())):
+        size = getattr(views, key)
+        if patch and size % patch:
+            rest = f"{size % patch} of {size} px at the right and the bottom of each such view are never seen"
+            yield f"views.{key} is no multiple of the patch of {patch} px: {rest}"
 
 
 def announce_execution(trainer: Trainer, console: Console) -> None:

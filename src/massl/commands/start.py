@@ -59,7 +59,7 @@ def decide_start(
             with working(console, f"opening {weights}"):
                 start = _started(recipe, weights, given)
             assert start.model is not None
-            name, views = start.model.architecture, start.recipe.views
+            name, views = start.model.kind, start.recipe.views
             print_line(console, f"backbone: from {weights}, {name} at {own_image_size(start.model.backbone.model)} px")
             if recipe.views.mean != views.mean or recipe.views.std != views.std:
                 colours = f"{[round(value, 3) for value in views.mean]}, {[round(value, 3) for value in views.std]}"

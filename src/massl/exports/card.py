@@ -104,7 +104,7 @@ def model_card(
         f"# {escaped(name)}",
         *about,
         "## Use it",
-        _code(snippet.replace("{folder}", json.dumps(folder)[1:-1]), "python"),
+        _code(snippet.replace("{folder}", json.dumps(folder, ensure_ascii=False)[1:-1]), "python"),
         f"{download}{written.sizes} The exported model was opened and compared with massl on bundled images: features "
         f"differ by at most {difference} (float32).",
         "## Images",

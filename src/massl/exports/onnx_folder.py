@@ -25,13 +25,14 @@ from massl.nn.transformer.tokens import normed_tokens
 _OPSET = 18
 _LARGEST_FILE = 1 << 30  # bytes of weights; protocol buffers end at 2 GiB, so larger models get a second file
 _SNIPPET = """import json
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
 from PIL import Image
 
 session = onnxruntime.InferenceSession("{folder}/model.onnx")
-prepare = json.load(open("{folder}/preprocess.json"))
+prepare = json.loads(Path("{folder}/preprocess.json").read_text())
 image = Image.open("{image}").convert("RGB")
 height, width = prepare["size"]
 if prepare["resize_shorter_side"] is None:
@@ -80,6 +81,7 @@ class _Network(nn.Module):
 def write_onnx(job: ExportJob, folder: Path) -> Written:
     require_onnx()
     is_transformer = job.backbone.is_transformer
+    takes_size(job, job.size)  # caches the positions of this size: those made while torch traces are no real tensors
     takes_all = takes_size(job, job.other_size()) and takes_size(job, _oblong(job))
     any_size = job.backbone.position_resampling == "dino" if is_transformer else takes_all
     file = folder / "model.onnx"

@@ -11,7 +11,7 @@ from massl.weights.io import BACKBONE_FILE, backbone_bytes
 _SNIPPET = """import safetensors.torch
 import timm
 
-model = timm.create_model("{architecture}", **{options})
+model = timm.create_model("{architecture}", **{options}).eval()
 model.load_state_dict(safetensors.torch.load_file("{folder}/backbone.safetensors"))"""
 
 
@@ -30,9 +30,10 @@ def write_safetensors(job: ExportJob, folder: Path) -> Written:
     write_json(folder / "preprocess.json", job.preparation.as_plain())
     text = "massl opens the file for every size, and other programs by timm's names of the tensors."
     if job.backbone.position_resampling is not None:
+        height, width = _own_size(job)
         text += (
-            " A plain timm model takes the size that it was built for; with another one timm resamples position "
-            "embeddings by its own rule, which gives other features."
+            f" The timm model above takes images of {height} x {width} px. For another size timm resamples position "
+            "embeddings by its own rule, which gives other features: export with --to timm for it."
         )
     if job.has_small_stem:
         snippet = 'import massl\n\nmodel, transform = massl.load_backbone("{folder}/backbone.safetensors")'
@@ -51,5 +52,5 @@ def _own_size(job: ExportJob) -> tuple[int, int]:
     """The size that a timm model of the same options is built for."""
     if not job.backbone.is_transformer:
         return job.size
-    height, width = job.backbone.model.patch_embed.grid_size  # type: ignore[union-attr, misc]
-    return height * job.backbone.patch_size, width * job.backbone.patch_size
+    height, width = job.backbone.model.patch_embed.img_size  # type: ignore[union-attr, misc]
+    return height, width

@@ -75,6 +75,8 @@ def choose(
 def _choose_views(plan: Plan, images: ImageFacts, limits: rules.DeviceRow, row: rules.ViewRow) -> rules.ViewRow:
     n, chosen = images.num_images, max(row.side, plan.network.smallest_view)
     side = f"your images are typically {images.typical_size}"
+    given = plan.given.get("backbone.patch_size") or 1
+    chosen = _multiple(chosen, given)
     if patch := plan.network.options.get("backbone.patch_size"):
         patches = max(1, min(row.side // row.patch, images.side // patch))
         chosen = patches * patch
@@ -89,8 +91,10 @@ def _choose_views(plan: Plan, images: ImageFacts, limits: rules.DeviceRow, row: 
         row = rules.view_row(size)
     plan.set("views.num_global", 2, "the large crops that are compared")
     num_local = plan.set("views.num_local", plan.at("num_local"), plan.because("num_local"))
+    local = max(row.local_size, plan.network.smallest_view // 2)
+    local = max(1, local // row.patch) * patch if patch else _multiple(local, given)
     local_why = f"{num_local} small crops beside the large ones" if num_local else ""
-    plan.set("views.local_size", min(max(row.local_size, plan.network.smallest_view // 2), size), local_why)
+    plan.set("views.local_size", min(local, size), local_why)
     plan.set("views.global_scale", list(row.global_scale), "")
     plan.set("views.local_scale", list(row.local_scale), "")
     if row.blur_sigma:
@@ -227,6 +231,10 @@ def _choose_data(plan: Plan, images: ImageFacts, device: DeviceFacts, row: rules
     decoder = plan.set("data.decoder", "gpu" if few else "cpu", "few cores: the GPU decodes JPEGs" if few else "")
     kind = "processes" if many and decoder == "cpu" else "threads"
     plan.set("data.worker_kind", kind, "photographs decode faster in processes" if kind == "processes" else "")
+
+
+def _multiple(length: int, patch: int) -> int:
+    return max(1, length // patch) * patch
 
 
 def _power_of_two(number: float, *, nearest: bool = False) -> int:

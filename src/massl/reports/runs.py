@@ -100,7 +100,12 @@ class Run:
     @property
     def start_words(self) -> str:
         """What the first probe looked at."""
-        return "the weights it started from" if (self.folder / "start.json").is_file() else "random weights"
+        return "the weights it started from" if self.is_continued else "random weights"
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether it started from trained weights."""
+        return (self.folder / "start.json").is_file()
 
     # ---- k-NN probes: `first`, `last` and `best` need at least one; runs without labels have none --------------------
 

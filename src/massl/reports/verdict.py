@@ -9,13 +9,23 @@ from typing import Literal, NamedTuple
 from massl.reports.runs import PROBE_METRICS, KnnPoint, Run
 from massl.training.probes import chance_margin, general_collapse_signs, is_learning
 
-Kind = Literal["too early", "no labels", "collapsed", "not improved", "below raw pixels", "still rising", "learnt"]
+Kind = Literal[
+    "too early",
+    "no labels",
+    "collapsed",
+    "not improved",
+    "worse than its start",
+    "below raw pixels",
+    "still rising",
+    "learnt",
+]
 _PAGE = "docs/troubleshooting.md"
 _SECTIONS: dict[Kind, str] = {
     "too early": "signs-of-life",
     "no labels": "without-labels-accuracy-is-unknown",
     "collapsed": "it-collapsed",
     "not improved": "it-did-not-improve-on-random-weights",
+    "worse than its start": "training-makes-the-features-worse-than-those-it-started-from",
     "below raw pixels": "it-is-below-raw-pixels",
     "still rising": "it-is-still-rising",
     "learnt": "it-learnt",
@@ -70,7 +80,10 @@ def _with_labels(run: Run) -> Verdict:
     if gain < margin:
         headline = f"{'worse than' if gain < -margin else 'did not improve on'} {run.start_words}"
         reasons += () if is_rising else _best_words(run)
-        return Verdict(kind="not improved", headline=headline + trend, reasons=reasons, next_step=advice)
+        kind: Kind = "not improved"
+        if gain < -margin and run.is_continued:
+            kind, advice = "worse than its start", _look_at_curves(run)
+        return Verdict(kind=kind, headline=headline + trend, reasons=reasons, next_step=advice)
     if run.raw_pixel_knn is not None and run.last.knn_top1 < run.raw_pixel_knn - margin:
         headline = f"learnt, but below raw pixels{trend}"
         reasons += _best_words(run)

@@ -1,7 +1,7 @@
 """Which probe of a run is the best, whether a run is flat and whether it fell below its start: from metrics.jsonl.
 
-The best is chosen without labels, so it is the same with and without them. The rule and its numbers are measured in
-docs/results/choosing-checkpoints.md.
+The best is chosen without labels, so it is the same with and without them; but in a run from trained weights never a
+probe of which the guard speaks. The rule and its numbers are measured in docs/results/choosing-checkpoints.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,8 @@ def judged(row: Row, before: Sequence[Row], *, has_start: bool, num_queries: int
     counted = [other for other in before if SCORE in other and (other["step"] > 0 or has_start)]
     scores = [other[SCORE] for other in counted]
     kept = next((other["best_step"] for other in reversed(counted) if "best_step" in other), None)
-    found["best_step"] = row["step"] if kept is None or is_best(row, scores) else kept
+    is_chosen = is_best(row, scores) and not found.get("fell_below_start")
+    found["best_step"] = row["step"] if kept is None or is_chosen else kept
     is_higher = row[SCORE] > max(scores, default=-1.0)
     found["flat_probes"] = 0 if is_higher else counted[-1].get("flat_probes", 0) + 1
     return found

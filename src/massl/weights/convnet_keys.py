@@ -108,7 +108,7 @@ def as_resnet(tensors: Mapping[str, Tensor], *, origin: str, is_named: bool) -> 
     named = {**counters, **tensors}
     depths = _depths(named, r"layer([1-4])\.([0-9]{1,4})\.")
     is_bottleneck = "layer1.0.conv3.weight" in named
-    first = list(named.get("conv1.weight", torch.empty(0)).shape)
+    first = list(named["conv1.weight"].shape) if "conv1.weight" in named else "of another name"
     name = _RESNETS.get((is_bottleneck, depths), "")
     if not is_named and (not name or first != [64, 3, 7, 7]):
         raise WeightsError(_unknown("ResNet", f"first convolution {first}, {depths} blocks", origin=origin))

@@ -213,9 +213,9 @@ def read_pickled(path: Path) -> Any:
                 "file, save only its weights: torch.save(state_dict, ...) or safetensors"
             ) from error
         lines = [line for line in str(error).splitlines() if line and "documentation of torch.load" not in line]
-        reason = f"{type(error).__name__} {for_message(lines[-1]) if lines else ''}"
+        reason = f" ({for_message(lines[-1])})" if lines and " " in lines[-1] else ""
         raise WeightsError(
-            f"cannot read {path}: {reason}. It is damaged, incomplete or not a PyTorch checkpoint; download it again"
+            f"cannot read {path}{reason}: it is damaged, incomplete or not a PyTorch checkpoint; download it again"
         ) from error
 
 

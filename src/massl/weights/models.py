@@ -58,16 +58,20 @@ class LoadedModel:
 
     @property
     def architecture(self) -> str:
-        """`ViT-S/16` and the like, for comparison with published figures; timm's name for other models."""
+        """The kind, with the size of its images if that is unusual: for comparison with published figures."""
+        if not self.kind.startswith("ViT-") or (size := own_image_size(self.backbone.model)) == _PUBLISHED_IMAGE_SIZE:
+            return self.kind
+        return f"{self.kind} at {size} px"
+
+    @property
+    def kind(self) -> str:
+        """`ViT-S/16` and the like; timm's name for other models."""
         model = self.backbone.model
         if isinstance(model, VisionTransformer):
             size = {384: "S", 768: "B", 192: "Ti", 1024: "L"}.get(model.embed_dim)
             if size is not None and len(model.blocks) == (24 if size == "L" else 12):
-                shape = f"ViT-{size}/{model.patch_embed.patch_size[0]}"
-                if model.reg_token is not None:
-                    shape += f" with {model.reg_token.shape[1]} registers"
-                own_size = own_image_size(model)
-                return shape if own_size == _PUBLISHED_IMAGE_SIZE else f"{shape} at {own_size} px"
+                registers = "" if model.reg_token is None else f" with {model.reg_token.shape[1]} registers"
+                return f"ViT-{size}/{model.patch_embed.patch_size[0]}{registers}"
         return str(self.backbone.timm_arguments["model_name"])
 
 
@@ -264,7 +268,7 @@ def _load_published(backbone: Backbone) -> None:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise WeightsError(
             f"timm cannot load the weights of {name} ({reason}). Without a network, download them elsewhere and give "
-            "the file, or copy Hugging Face's cache (HF_HOME) here; for random weights set pretrained=False"
+            "the file, or copy Hugging Face's cache (HF_HOME) here"
         ) from error
     tensors = published.state_dict()
     wanted = backbone.model.state_dict()

@@ -195,13 +195,17 @@ def test_a_size_that_is_no_multiple_of_the_patch_is_seen_by_all_commands(
 ) -> None:
     odd = {"trainer.max_steps": 1, "probes.every_epochs": 0, "views.global_size": 18}
     run = massl.pretrain(recipe=recipe, data=archive, output=tmp_path / "run", overrides=odd).folder
+    assert (
+        "views.global_size is no multiple of the patch of 4 px: 2 of 18 px at" in (run / "warnings.jsonl").read_text()
+    )
+    massl.export(run, to="safetensors", output=tmp_path / "exported")
     own = massl.embed(run, data=archive, overrides={"device": "cpu"}).features
     assert np.array_equal(massl.embed(run, data=archive, overrides={"image_size": 18, "device": "cpu"}).features, own)
     with pytest.raises(DataError, match="image_size 19"):
         massl.embed(run, data=archive, overrides={"image_size": 19, "device": "cpu"})
     massl.report([run], output=tmp_path / "report.html", device="cpu")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "no multiple" not in page
+    assert "no multiple of the model" not in page
     assert 'id="correspondence"' in page
 
 

@@ -256,6 +256,15 @@ def test_the_views_of_weights_to_start_from_have_as_many_of_their_patches() -> N
         assert "backbone.name vit_small_patch14_reg4_dinov2: from --init A" in plan.lines()
         assert "views.blur_sigma" not in start.options
         assert plan.values["optimizer.learning_rate"] == pytest.approx(7e-4)
+    many = choose(images_of(2_000_000, 500), GPU, {}, start=start).values
+    assert (many["views.global_size"], many["views.num_local"], many["views.local_size"]) == (196, 10, 84)
+
+
+@pytest.mark.parametrize("patch", [7, 14, 16])
+def test_views_are_whole_patches_of_a_given_size(patch: int) -> None:
+    for number in (5_000, 2_000_000):
+        values = chosen(number, 500, backbone__patch_size=patch).values
+        assert values["views.global_size"] % patch == values["views.local_size"] % patch == 0
 
 
 @pytest.mark.parametrize(

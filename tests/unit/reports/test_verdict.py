@@ -26,6 +26,7 @@ def judge(make_run: Callable[..., Path]) -> Judge:
         steps_per_epoch: int = 2000,
         effective_rank: float = 20.0,
         warning: str = "",
+        has_start: bool = False,
         **baseline: float,
     ) -> Verdict:
         nonlocal num_runs
@@ -43,6 +44,8 @@ def judge(make_run: Callable[..., Path]) -> Judge:
         ]
         folder = make_run(f"run{num_runs}", {"trainer.epochs": len(knn) - 1, **(settings or {})}, rows=rows)
         (folder / "baseline.json").write_text(json.dumps({"num_queries": 2000, **baseline}))
+        if has_start:
+            (folder / "start.json").write_text("{}")
         if warning:
             (folder / "warnings.jsonl").write_text(json.dumps({"step": rows[-1]["step"], "warning": warning}) + "\n")
         return verdict(read_run(folder))
@@ -103,6 +106,13 @@ def test_a_run_whose_best_probe_is_the_first_is_commented(judge: Judge) -> None:
     assert (found.kind, found.headline) == ("not improved", "worse than random weights")
     assert "50.0 % before training" in words(found)
     assert found.next_step.command.startswith("massl report ")  # long enough: look, rather than train on
+
+
+def test_a_run_that_spoiled_the_weights_it_started_from_is_not_told_to_train_on(judge: Judge) -> None:
+    found = judge([50, 40, 40], steps_per_epoch=10, has_start=True)
+    assert (found.kind, found.headline) == ("worse than its start", "worse than the weights it started from")
+    assert found.next_step.command.startswith("massl report ")
+    assert judge([50, 50, 50], steps_per_epoch=10, has_start=True).kind == "not improved"
 
 
 def test_a_short_run_that_gained_nothing_should_first_train_longer(judge: Judge) -> None:

@@ -25,6 +25,12 @@ def test_random_weights_are_never_the_best_but_weights_that_a_run_started_from_m
     assert [row.get("best_step") for row in rows_of(fallen, has_start=True)] == [0, 0, 0]
 
 
+def test_a_probe_of_which_the_guard_speaks_is_not_the_best() -> None:
+    rows = rows_of([50] * 4, has_start=True, knn=[60, 50, 58, 40])
+    assert [row["best_step"] for row in rows] == [0, 0, 20, 20]
+    assert [row["best_step"] for row in rows_of([50] * 4, knn=[60, 50, 58, 40])[1:]] == [10, 20, 30]
+
+
 def test_flat_probes_count_since_the_score_last_rose() -> None:
     assert [row["flat_probes"] for row in rows_of([9, 1, 2, 2, 1, 3, 3])[1:]] == [0, 0, 1, 2, 0, 1]
 

@@ -3,7 +3,7 @@
 import sys
 import time
 from contextlib import suppress
-from threading import Lock, Thread, get_ident
+from threading import Lock, Thread, current_thread, get_ident
 
 from massl.data.sources.base import ImageSource
 from massl.failures import printable
@@ -36,7 +36,7 @@ def _start() -> None:
 
 def _watch() -> None:
     told: set[tuple[int, float]] = set()  # reads, by thread and start
-    while True:
+    while _watcher is current_thread():
         time.sleep(_WARN_SECONDS / 4)
         now, reading = time.monotonic(), dict(_reading)
         told &= {(thread, since) for thread, (since, _, _) in reading.items()}

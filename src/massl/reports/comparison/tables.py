@@ -172,7 +172,7 @@ def _knn_columns(runs: Sequence[Run]) -> _Columns:
         ],
     }
     notes = [
-        f"best before training: {run.label} was never better than its untrained network"
+        f"best before training: {run.label} was never better than {run.start_words}"
         for run in probed
         if run.is_best_untrained
     ]

@@ -323,4 +323,4 @@ def test_a_run_that_was_best_untrained_is_commented(run_of: Callable[..., Run], 
     rows[0]["knn_top1"] = 60.0
     table = comparison_table([run_of("worse", rows=rows)])
     assert line_of(table, "worse")["k-NN best (epoch)"] == "60.0 (0)"
-    assert table.footnotes == ("best before training: worse was never better than its untrained network",)
+    assert table.footnotes == ("best before training: worse was never better than random weights",)

@@ -155,9 +155,9 @@ def test_a_run_that_was_best_untrained_is_marked(make_run: MakeRun, rows: list[d
     rows[0]["knn_top1"] = 60.0
     run = run_of(make_run("a", rows=rows))
     table = summary_table([run, run_of(make_run("b"))])
-    assert [line.cells[2].text for line in table.lines] == ["60.0 (untrained)", "55.0"]
+    assert [line.cells[2].text for line in table.lines] == ["60.0 (before training)", "55.0"]
     assert table.lines[0].cells[2].number == 60.0
-    assert any(note.startswith("untrained:") for note in table.footnotes)
+    assert any(note.startswith("before training:") for note in table.footnotes)
     assert "60.0 %<small>at epoch 0, before training</small>" in page_of([run])
 
 

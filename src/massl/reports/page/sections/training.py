@@ -11,7 +11,7 @@ from massl.reports.page.tables import MISSING, Cell, Line, PageTable, table_mark
 from massl.reports.page.templates import Section, rendered
 from massl.reports.runs import Run
 
-_UNTRAINED = "untrained"
+_BEFORE = "before training"
 _LABEL_FREE = {  # column -> keys of metrics.jsonl and how the number is written
     "other view, %": (("other_view_top1",), ".1f"),
     "effective rank": (("effective_rank",), ".1f"),
@@ -81,7 +81,7 @@ def summary_table(runs: Sequence[Run]) -> PageTable:
             ),
             "Minutes: training, times processes, probes not counted. Images/s: the median of all rows but the first.",
             *(
-                [f"{_UNTRAINED}: no probe in training was better than that of the untrained network."]
+                [f"{_BEFORE}: no later probe was better than the first."]
                 if any(run.is_best_untrained for run in runs)
                 else []
             ),
@@ -95,10 +95,10 @@ def summary_table(runs: Sequence[Run]) -> PageTable:
 
 
 def _best(run: Run) -> Cell:
-    """The best k-NN; marked if training never improved on the untrained network."""
+    """The best k-NN; marked if training never improved on what it started from."""
     if not run.probes:
         return Cell(text=MISSING)
-    mark = f" ({_UNTRAINED})" if run.is_best_untrained else ""
+    mark = f" ({_BEFORE})" if run.is_best_untrained else ""
     return Cell(text=f"{run.best.knn_top1:.1f}{mark}", number=run.best.knn_top1)
 
 
