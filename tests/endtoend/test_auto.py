@@ -66,13 +66,19 @@ def test_plan_says_what_a_run_costs_and_writes_nothing(photos: Path, massl_here:
     assert call.overrides["trainer.epochs"] == 3
 
 
-def test_a_plan_ends_at_the_last_step_and_its_command_gives_the_same_recipe(photos: Path) -> None:
+def test_a_plan_ends_at_the_last_step_and_its_command_gives_the_same_recipe(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values = {"trainer.device": "cpu", "probes.every_epochs": 0.0, "trainer.max_steps": 4, "method.head.hidden_dim": 16}
     planned = massl.plan(photos, overrides={**values, "backbone.timm_options": {"stem_width": 16}}, epochs=3)
     assert planned.steps == 4
     whole = massl.plan(photos, overrides=values | {"trainer.max_steps": None}, epochs=3)
     assert whole.steps == 9
     assert "for 4 steps of 3 epochs" in "".join(plan_lines(planned))
+    for load, is_told in ((0.9 * planned.device.num_cores, True), (0.1, False)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        lines = plan_lines(massl.plan(photos, overrides=values, epochs=3))
+        assert any("other programs were using this CPU" in line for line in lines) == is_told
     call = parse_pretrain(shlex.split(planned.command)[2:])
     again = massl.plan(photos, overrides=call.overrides)
     assert again.recipe == planned.recipe

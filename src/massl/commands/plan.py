@@ -1,5 +1,6 @@
 """`massl plan`: what a run would be and cost, without training."""
 
+import os
 import shlex
 import shutil
 import sys
@@ -60,6 +61,7 @@ class RunPlan:
     free_gib: float  # of the device
     problem: str  # why it cannot fit, and what to lower; "" if it fits
     speed: Speed
+    load: float  # of this machine's cores in the minute before
     training_seconds: float
     probe_seconds: float
     steps: int
@@ -128,7 +130,7 @@ def _cost(
     may_download: bool,
 ) -> RunPlan:
     """`may_download`: the user named the images, not a recipe."""
-    recipe, console = found.recipe, message_console()
+    recipe, console, load = found.recipe, message_console(), os.getloadavg()[0]
     device = choose_device(recipe.trainer.device, option="trainer.device")
     source = open_images(recipe.data.source, rules=recipe.data.rules(), may_download=may_download)
     recipe = with_network_of(recipe, init, given)
@@ -168,6 +170,7 @@ def _cost(
         free_gib=free,
         problem=problem,
         speed=speed,
+        load=load,
         training_seconds=speed.training_seconds(images_per_epoch=num_images, epochs=epochs),
         probe_seconds=speed.probe_seconds(epochs=epochs, every_epochs=recipe.probes.every_epochs),
         steps=steps,
@@ -251,6 +254,10 @@ def plan_lines(planned: RunPlan) -> list[str]:
     if abs(speed.first_pass / speed.later - 1) > 0.02:
         cache = f" ({1 / speed.first_pass:,.0f} in the first pass, which decodes and keeps the images)"
     lines.append(f"speed: {speed.images_per_second:,.0f} images a second{cache}")
+    if device.kind == "cpu" and planned.load > device.num_cores / 2:
+        lines.append(
+            f"caution: other programs were using this CPU (load {planned.load:.1f}), so it may be faster alone"
+        )
     parts = f"{duration_text(planned.training_seconds)} training, {duration_text(planned.probe_seconds)} probes"
     lines.append(
         f"time: {duration_text(planned.seconds)} ({planned.seconds / 3600:.2f} hours: {parts}) for "
