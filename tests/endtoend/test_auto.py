@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import massl
+from massl.commands import plan as plan_module
 from massl.commands.plan import plan_lines
 from massl.commands.pretrain_arguments import default_output, parse_pretrain
 from massl.config import MasslError
@@ -75,10 +76,10 @@ def test_a_plan_ends_at_the_last_step_and_its_command_gives_the_same_recipe(
     whole = massl.plan(photos, overrides=values | {"trainer.max_steps": None}, epochs=3)
     assert whole.steps == 9
     assert "for 4 steps of 3 epochs" in "".join(plan_lines(planned))
-    for load, is_told in ((0.9 * planned.device.num_cores, True), (0.1, False)):
-        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+    for share, is_told in ((0.5, True), (0.1, False)):
+        monkeypatch.setattr(plan_module, "busy_share", lambda share=share: share)
         lines = plan_lines(massl.plan(photos, overrides=values, epochs=3))
-        assert any("other programs were using this CPU" in line for line in lines) == is_told
+        assert any("caution: other programs used 50%" in line for line in lines) == is_told
     call = parse_pretrain(shlex.split(planned.command)[2:])
     again = massl.plan(photos, overrides=call.overrides)
     assert again.recipe == planned.recipe

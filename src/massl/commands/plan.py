@@ -1,6 +1,5 @@
 """`massl plan`: what a run would be and cost, without training."""
 
-import os
 import shlex
 import shutil
 import sys
@@ -26,6 +25,7 @@ from massl.planning.costs import Speed
 from massl.planning.facts import (
     DeviceFacts,
     ImageFacts,
+    busy_share,
     find_unreadable,
     free_memory_gib,
     look_at_device,
@@ -45,6 +45,7 @@ It takes the arguments of massl pretrain and prints the recipe with its reasons,
 and disk that it needs, and the command that starts it. Speed and memory are measured in some seconds on this machine.
 Defaults shown are those of --recipe or, without one, what auto chooses for {example}."""
 _UNREADABLE_SECONDS = 2.0
+_BUSY = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class RunPlan:
     free_gib: float  # of the device
     problem: str  # why it cannot fit, and what to lower; "" if it fits
     speed: Speed
-    load: float  # of this machine's cores in the minute before
+    busy_share: float  # of the cores, by other programs before the trial
     training_seconds: float
     probe_seconds: float
     steps: int
@@ -130,7 +131,7 @@ def _cost(
     may_download: bool,
 ) -> RunPlan:
     """`may_download`: the user named the images, not a recipe."""
-    recipe, console, load = found.recipe, message_console(), os.getloadavg()[0]
+    recipe, console, busy = found.recipe, message_console(), busy_share()
     device = choose_device(recipe.trainer.device, option="trainer.device")
     source = open_images(recipe.data.source, rules=recipe.data.rules(), may_download=may_download)
     recipe = with_network_of(recipe, init, given)
@@ -170,7 +171,7 @@ def _cost(
         free_gib=free,
         problem=problem,
         speed=speed,
-        load=load,
+        busy_share=busy,
         training_seconds=speed.training_seconds(images_per_epoch=num_images, epochs=epochs),
         probe_seconds=speed.probe_seconds(epochs=epochs, every_epochs=recipe.probes.every_epochs),
         steps=steps,
@@ -254,10 +255,8 @@ def plan_lines(planned: RunPlan) -> list[str]:
     if abs(speed.first_pass / speed.later - 1) > 0.02:
         cache = f" ({1 / speed.first_pass:,.0f} in the first pass, which decodes and keeps the images)"
     lines.append(f"speed: {speed.images_per_second:,.0f} images a second{cache}")
-    if device.kind == "cpu" and planned.load > device.num_cores / 2:
-        lines.append(
-            f"caution: other programs were using this CPU (load {planned.load:.1f}), so it may be faster alone"
-        )
+    if device.kind == "cpu" and planned.busy_share > _BUSY:
+        lines.append(f"caution: other programs used {planned.busy_share:.0%} of this CPU; without them it is faster")
     parts = f"{duration_text(planned.training_seconds)} training, {duration_text(planned.probe_seconds)} probes"
     lines.append(
         f"time: {duration_text(planned.seconds)} ({planned.seconds / 3600:.2f} hours: {parts}) for "

@@ -126,6 +126,22 @@ def look_at_device(device: torch.device) -> DeviceFacts:
     )
 
 
+def busy_share(*, seconds: float = 0.2) -> float:
+    """Share of all cores that other programs use while this process sleeps; 0 where Linux does not tell."""
+
+    def ticks() -> tuple[int, int]:  # idle, all
+        numbers = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+        return numbers[3] + numbers[4], sum(numbers)
+
+    try:
+        idle_before, all_before = ticks()
+        time.sleep(seconds)
+        idle, total = ticks()
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return 1 - (idle - idle_before) / max(1, total - all_before)
+
+
 def host_memory_gib() -> float:
     """The memory of this machine, or of the container if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from massl.data.sources import open_source
-from massl.planning.facts import find_unreadable, free_memory_gib, look_at_device, look_at_images
+from massl.planning.facts import busy_share, find_unreadable, free_memory_gib, look_at_device, look_at_images
 
 
 @pytest.fixture
@@ -60,3 +60,11 @@ def test_free_memory_is_what_the_system_says_is_available() -> None:
     meminfo = "MemTotal: 9999 kB\nMemAvailable: 1048576 kB\n"
     assert free_memory_gib(torch.device("cpu"), read=lambda: meminfo) == 1.0
     assert free_memory_gib(torch.device("cpu"), read=lambda: "odd") > 0
+
+
+def test_what_other_programs_use_is_a_share_and_0_where_it_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter(["cpu  10 0 10 80 0 0 0 0 0 0\ncpu0 1", "cpu  40 0 20 130 10 0 0 0 0 0\ncpu0 1"])
+    monkeypatch.setattr(Path, "read_text", lambda path: next(said))
+    assert busy_share(seconds=0) == pytest.approx(0.4)
+    monkeypatch.setattr(Path, "read_text", lambda path: "")
+    assert busy_share(seconds=0) == 0
