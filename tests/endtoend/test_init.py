@@ -123,6 +123,18 @@ def test_the_memory_is_filled_with_embeddings_of_the_new_images(old: Path, start
     assert spread[0] > spread[1] + 0.1  # embeddings are alike, random rows are not
 
 
+def test_a_memory_of_another_size_is_filled_although_the_head_is_taken(old: Path, start: Any) -> None:
+    half = {"method.memory.num_rows": 16, "method.memory.block_size": 8}
+    runs = [start("filled", old, steps=1, **half), start("same size", old, steps=1)]
+    runs.append(start("not wanted", old, steps=1, **half, **{"init.fill_memory": False}))
+    filled, same, empty = (
+        load_checkpoint(run / "checkpoints/step_000000000.pt")["method"]["memory.rows"] for run in runs
+    )
+    assert len(filled) == 16 != len(same)
+    spread = [(rows @ rows.T).abs().mean() for rows in (filled, empty)]
+    assert spread[0] > spread[1] + 0.1  # embeddings are alike, random rows are not
+
+
 @pytest.mark.parametrize("at", [0, 2, 4])
 def test_a_run_stopped_in_either_phase_continues_bit_for_bit_without_the_model(
     at: int, old: Path, start: Any, runs: Any, archive: Path, recipe: Path, tmp_path: Path

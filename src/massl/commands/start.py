@@ -20,7 +20,7 @@ from massl.training.init_settings import InitSettings
 from massl.training.memory_fill import fill_memory
 from massl.training.ranks import stop_together
 from massl.training.run_folder import RunFolder, RunFolderError
-from massl.training.start_weights import load_backbone_weights, load_run
+from massl.training.start_weights import has_new_memory, load_backbone_weights, load_run
 from massl.training.trainer import Trainer
 from massl.weights.io import own_image_size
 from massl.weights.models import LoadedModel, open_model
@@ -206,7 +206,7 @@ def _refuse_disagreement(
 def load_start(trainer: Trainer, start: Start, console: Console) -> None:
     """Put the weights into the networks, fill the memory, and keep all as step 0, which every process reads."""
     init = start.recipe.init
-    anew = ""
+    anew, fill = "", bool(init.fill_memory)
     with stop_together():
         if distributed.is_main():
             assert init.weights is not None
@@ -215,6 +215,7 @@ def load_start(trainer: Trainer, start: Start, console: Console) -> None:
             if init.part == "all":
                 step, unfit = load_run(trainer.method, Path(init.weights), warn=lambda text: print_line(console, text))
                 anew = f"; of another shape, so anew: {', '.join(unfit)}" if unfit else ""
+                fill |= init.fill_memory is None and has_new_memory(trainer.method, unfit)
                 loaded = f"all weights of {init.weights}, step {step}"
             else:
                 load_backbone_weights(
@@ -224,7 +225,7 @@ def load_start(trainer: Trainer, start: Start, console: Console) -> None:
             trainer.folder.write_start(Path(init.weights), step=step)
             print_line(console, f"starting from {loaded}{anew}")
             print_line(console, _protocol(trainer, start.recipe))
-    if init.fill_memory:
+    if distributed.gather_objects(fill)[0]:
         distributed.copy_from_main(trainer.method.state_dict().values())
         with working(console, "filling the memory"):
             num_images = fill_memory(trainer)

@@ -32,7 +32,8 @@ class InitSettings(Settings):
         "run, at most 10; 0 if the head is taken too",
     )
     fill_memory: bool | None = Field(
-        None, description="fill a memory with embeddings before the first step; default: if it is new"
+        None,
+        description="fill a memory with embeddings before the first step; default: if it is new or of another size",
     )
     layer_decay: float | None = Field(
         None,
@@ -47,7 +48,10 @@ class InitSettings(Settings):
     )
 
     def resolved(self, *, weights: str, has_head: bool, epochs: int) -> "InitSettings":
-        """All values decided. `has_head`: the weights include this method's head and memory."""
+        """All values decided, but for `fill_memory` where the memory is taken: it may have another size.
+
+        `has_head`: the weights include this method's head and memory.
+        """
         part = self.part or ("all" if has_head else "backbone")
         is_new = part == "backbone"
         head_epochs = min(_MOST_HEAD_EPOCHS, _HEAD_SHARE * epochs) if is_new else 0.0
@@ -55,7 +59,7 @@ class InitSettings(Settings):
             weights=weights,
             part=part,
             head_epochs=head_epochs if self.head_epochs is None else self.head_epochs,
-            fill_memory=is_new if self.fill_memory is None else self.fill_memory,
+            fill_memory=is_new or None if self.fill_memory is None else self.fill_memory,
             layer_decay=self.layer_decay or LAYER_DECAY,
             learning_rate_factor=self.learning_rate_factor or LEARNING_RATE_FACTOR,
         )

@@ -1,6 +1,6 @@
 """A new run that starts from existing weights: those of another run, or a backbone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ def load_run(method: Method, weights: Path, *, warn: Callable[[str], None]) -> t
     method.load_state_dict({name: value if _part(name) in unfit else saved[name] for name, value in own.items()})
     _require_finite(method, f"{weights}, step {state['step']}")
     return int(state["step"]), unfit
+
+
+def has_new_memory(method: Method, unfit: Collection[str]) -> bool:
+    """Whether a memory is among the parts that did not fit."""
+    return any(isinstance(module, MemoryBank) and name in unfit for name, module in method.named_modules())
 
 
 def _checkpoint(weights: Path, warn: Callable[[str], None]) -> dict[str, Any]:

@@ -130,4 +130,4 @@ def test_a_new_head_gets_a_tenth_of_the_run_and_at_most_ten_epochs(epochs: int, 
     new = InitSettings().resolved(weights="a", has_head=False, epochs=epochs)
     assert (new.part, new.head_epochs, new.fill_memory) == ("backbone", pytest.approx(head_epochs), True)
     taken = InitSettings().resolved(weights="a", has_head=True, epochs=epochs)
-    assert (taken.part, taken.head_epochs, taken.fill_memory) == ("all", 0.0, False)
+    assert (taken.part, taken.head_epochs, taken.fill_memory) == ("all", 0.0, None)
