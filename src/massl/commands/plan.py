@@ -131,14 +131,9 @@ def _cost(
     may_download: bool,
 ) -> RunPlan:
     """`may_download`: the user named the images, not a recipe."""
-    recipe, console, busy = found.recipe, message_console(), busy_share()
+    recipe, console, busy = _usable(found.recipe, output, init, given), message_console(), busy_share()
     device = choose_device(recipe.trainer.device, option="trainer.device")
     source = open_images(recipe.data.source, rules=recipe.data.rules(), may_download=may_download)
-    recipe = with_network_of(recipe, init, given)
-    run = RunFolder(output, recipe)
-    if not run.recipe_file.exists():
-        refuse_idle_init(recipe)
-    run.refuse_unusable()
     if recipe.data.hold_out > 0:
         source = held_out(source, recipe.data.hold_out)[0]
     facts = found.images or look_at_images(source)
@@ -179,6 +174,16 @@ def _cost(
         output=output,
         command=_command(found, recipe, words, output),
     )
+
+
+def _usable(recipe: PretrainRecipe, output: Path, init: str | Path | None, given: Mapping[str, Any]) -> PretrainRecipe:
+    """With the network of `--init`; what pretrain would refuse is refused."""
+    recipe = with_network_of(recipe, init, given)
+    run = RunFolder(output, recipe)
+    if not run.recipe_file.exists():
+        refuse_idle_init(recipe)
+    run.refuse_unusable()
+    return recipe
 
 
 def _disk_gib(recipe: PretrainRecipe) -> float | None:
