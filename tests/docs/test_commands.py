@@ -27,7 +27,7 @@ from massl.commands.export import ExportSettings
 from massl.commands.import_weights import ImportSettings
 from massl.commands.pretrain_arguments import parse_pretrain
 from massl.commands.recipe import load_recipe, parse_set_options
-from massl.commands.recipes import RecipesSettings, recipe_header, recipe_text, recipes_table, shipped_recipes
+from massl.commands.recipes import AUTO, RecipesSettings, recipe_header, recipe_text, recipes_table, shipped_recipes
 from massl.commands.report.command import ReportSettings
 from massl.commands.visualize import VisualizeSettings
 from tests.reliability.frame import all_classes
@@ -111,6 +111,9 @@ def check_compare(options: list[str]) -> None:
     settings = parse(CompareSettings, "compare", "", options)
     for training in [] if settings.runs else _trainings(settings):
         images = {"data.source": settings.data.source} if settings.data.source else {}
+        if training.recipe == AUTO:
+            assert images, "which images?"
+            continue
         assert load_recipe(training.recipe, {**training.overrides, **images}).data.source, "which images?"
 
 

@@ -56,10 +56,12 @@ def too_large(recipe: PretrainRecipe, needed: float, free: float, where: str) ->
     settings, view = recipe.trainer, recipe.views
     parts = settings.accumulation_steps
     advice = [f"--trainer.accumulation_steps {parts * 2} (the same batch in more parts)"]
-    if not settings.activation_checkpointing:
+    is_vit = recipe.backbone.name.startswith("vit_")
+    if is_vit and not settings.activation_checkpointing:
         advice.append("--trainer.activation_checkpointing True (some time instead of memory)")
     advice.append(f"--trainer.batch_size {max(1, settings.batch_size // 2)}")
-    advice.append(f"--views.global_size {view.global_size // 2} --backbone.image_size {view.global_size // 2}")
+    image_size = f" --backbone.image_size {view.global_size // 2}" if is_vit else ""
+    advice.append(f"--views.global_size {view.global_size // 2}{image_size}")
     amount = "far more memory than" if needed == float("inf") else f"about {needed:.1f} GiB, but"
     has = f"{where} has" if needed == float("inf") else f"{where} has {free:.1f} free"
     return f"a step of this run needs {amount} {has}. Lower it by one of: {'; '.join(advice)}"

@@ -131,9 +131,10 @@ def _cost(
     may_download: bool,
 ) -> RunPlan:
     """`may_download`: the user named the images, not a recipe."""
-    recipe, console, busy = _usable(found.recipe, output, init, given), message_console(), busy_share()
+    recipe, console, busy = found.recipe, message_console(), busy_share()
     device = choose_device(recipe.trainer.device, option="trainer.device")
     source = open_images(recipe.data.source, rules=recipe.data.rules(), may_download=may_download)
+    recipe = _usable(recipe, output, init, given)
     if recipe.data.hold_out > 0:
         source = held_out(source, recipe.data.hold_out)[0]
     facts = found.images or look_at_images(source)

@@ -15,6 +15,7 @@ from massl.commands.recipes import method_of
 from massl.config import RecipeError, read_yaml, validate
 from massl.nn.backbone import BackboneSettings
 from massl.nn.timm_models import OPTIONS
+from massl.nn.token_readout import patch_size
 from massl.training.checkpoint import CheckpointStore
 from massl.training.init_settings import InitSettings
 from massl.training.memory_fill import fill_memory
@@ -155,8 +156,10 @@ def _opened(weights: str) -> LoadedModel:
 
 
 def network_of(weights: str | Path) -> BackboneSettings:
-    """The architecture of `--init`."""
-    return backbone_settings(_opened(str(weights)), drop_path_rate=0.0)
+    """The architecture of `--init`, with the size of its patches, which a timm name does not say."""
+    model = _opened(str(weights))
+    found = backbone_settings(model, drop_path_rate=0.0)
+    return found.model_copy(update={"patch_size": patch_size(model.backbone)})
 
 
 def with_network_of(recipe: PretrainRecipe, weights: str | Path | None, given: Collection[str]) -> PretrainRecipe:

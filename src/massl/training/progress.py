@@ -169,8 +169,10 @@ class ProgressDisplay:
         step, images_per_second, loss = int(row["step"]), row["images_per_second"], row["loss"]
         self._loss = loss
         if "effective_rank" in row:
-            knn = f"k-NN {row['knn_top1']:.1f} %  " if "knn_top1" in row else ""
-            health = f"{knn}effective rank {row['effective_rank']:.1f}  loss {loss:.4f}"
+            found = "found again by another view"  # without labels
+            score = f"{found} {row['other_view_top1']:.1f} %  " if "other_view_top1" in row else ""
+            score = f"k-NN {row['knn_top1']:.1f} %  " if "knn_top1" in row else score
+            health = f"{score}effective rank {row['effective_rank']:.1f}  loss {loss:.4f}"
             self.say(f"step {step}/{self._num_steps}  {health}", style="green")
         elif not self._console.is_terminal:
             speed = f"{images_per_second:,.0f} img/s  {self._left_text()}" if step else "before training"
