@@ -136,12 +136,13 @@ def cpu_caution(recipe: PretrainRecipe, num_images: int, *, seconds_per_step: fl
     if seconds < _LONG_SECONDS:
         return None
     long = f"on this CPU it takes roughly {duration_text(seconds)}, {duration_text(seconds_per_step)} a step"
-    small = f"{recipe.method.name}-tiny"
+    small, own = f"{recipe.method.name}-tiny", ["--data", recipe.data.source, "--output", "runs/small"]
     if recipe.views.global_size <= _SMALL_SIDE or small not in shipped_recipes():
         epochs = max(1, int(recipe.trainer.epochs * _LONG_SECONDS / seconds))
         return f"{long}. Fewer epochs take less time: --trainer.epochs {epochs}"
-    command = ["massl", "pretrain", "--recipe", small, "--backbone.name", "vit_tiny_patch16_224"]
-    command += ["--data", recipe.data.source, "--output", "runs/small"]
+    if recipe.method.name == "massl":
+        return f"{long}. Without a recipe massl chooses what suits a CPU: {shlex.join(['massl', 'pretrain', *own])}"
+    command = ["massl", "pretrain", "--recipe", small, "--backbone.name", "vit_tiny_patch16_224", *own]
     smallest_batch = 2 ** max(1, int(math.log2(max(num_images, 2))) - 2)
     if num_images < 4 * 256:  # the batch of these recipes is 128 or 256
         command += ["--trainer.batch_size", str(smallest_batch)]

@@ -94,5 +94,7 @@ def test_a_resnet_that_cannot_fit_is_refused(
     source: ImageSource, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     having(monkeypatch, 2, measured=3.2)
-    with pytest.raises(RecipeError, match=r"about 3.2 GiB, but the GPU has 2.0 free"):
+    with pytest.raises(RecipeError, match=r"about 3.2 GiB, but the GPU has 2.0 free") as refused:
         require_memory(load_recipe("massl-cifar-resnet18"), source, GPU, console)
+    for of_a_vit in ("activation_checkpointing", "backbone.image_size"):
+        assert of_a_vit not in str(refused.value)

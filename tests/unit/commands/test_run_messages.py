@@ -35,8 +35,15 @@ def test_a_long_run_on_a_cpu_names_its_hours_and_a_command_that_suits() -> None:
     assert call.recipe.backbone.name == "vit_tiny_patch16_224"
 
 
+def test_a_long_run_of_massl_on_a_cpu_is_left_to_auto() -> None:
+    words = caution("massl-vits16", seconds_per_step=50 * HOUR / 1000)
+    assert words is not None
+    call = parse_pretrain(shlex.split(words.partition("massl pretrain ")[2]))
+    assert (call.recipe, call.data) == ("auto", "my photos")
+
+
 def test_a_few_images_get_a_batch_that_fits_them() -> None:
-    words = caution("massl-vits16", num_images=266, seconds_per_step=HOUR)
+    words = caution("mocov3-vits16", num_images=266, seconds_per_step=HOUR)
     assert words is not None
     assert "--trainer.batch_size 64" in words
 

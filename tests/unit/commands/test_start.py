@@ -5,7 +5,7 @@ import torch
 
 from massl.commands.console import message_console
 from massl.commands.recipe import load_recipe
-from massl.commands.start import backbone_settings, decide_start
+from massl.commands.start import backbone_settings, decide_start, network_of
 from massl.config import RecipeError, to_yaml
 from massl.nn.backbone import build_backbone
 from massl.weights.models import open_model
@@ -32,6 +32,14 @@ def test_the_settings_of_a_published_model_build_the_same_network(name: str, mon
     image = torch.linspace(-1.0, 1.0, 3 * 56 * 56).reshape(1, 3, 56, 56)
     with torch.no_grad():
         torch.testing.assert_close(own(image).pooled, model.backbone(image).pooled)
+
+
+@pytest.mark.parametrize(("name", "patch"), [("test_vit.r160_in1k", 16), ("test_convnext.r160_in1k", None)])
+def test_the_patch_of_a_timm_name_is_known_where_views_are_chosen(
+    name: str, patch: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("massl.weights.models._load_published", lambda backbone: None)
+    assert network_of(name).patch_size == patch
 
 
 def test_settings_of_weights_need_weights_but_old_runs_that_have_none_go_on(tmp_path: Path) -> None:

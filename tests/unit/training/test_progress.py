@@ -192,6 +192,8 @@ def test_rows_are_shown_with_the_speed_they_measured(capsys: pytest.CaptureFixtu
     error = capsys.readouterr().err
     assert "step 2/4  epoch 1  loss 1.5000  lr 1.00e-01  123 img/s" in error
     assert "k-NN 50.0 %  effective rank 3.0" in error
+    display.log({**row, "effective_rank": 3.0, "other_view_top1": 40.0})  # without labels
+    assert "found again by another view 40.0 %  effective rank 3.0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("columns", "is_whole"), [(120, True), (80, True), (60, False), (40, False)])
