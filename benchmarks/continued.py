@@ -23,9 +23,15 @@ from massl.commands.pretrain import pretrain
 from massl.commands.recipe import parse_set_options
 from massl.commands.recipes import AUTO
 from massl.config import MasslError, read_yaml
+from massl.training.init_settings import LAYER_DECAY, LEARNING_RATE_FACTOR
 from massl.weights.models import open_model
 
-_BACKBONE = {"init.part": "backbone"}
+# For weights that another recipe made. A run of the same method is by default taken whole, and learns at its own rates.
+_BACKBONE = {
+    "init.part": "backbone",
+    "init.layer_decay": LAYER_DECAY,
+    "init.learning_rate_factor": LEARNING_RATE_FACTOR,
+}
 # name -> settings; None: from random weights
 _CONTINUED: dict[str, dict[str, Any]] = {
     "continued": {},

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from massl.config import Settings
 
-# Why these values: docs/continue.md.
+# Why these values: docs/continue.md. They are for weights that other recipes made.
 LAYER_DECAY = 0.75
 LEARNING_RATE_FACTOR = 0.2
 _HEAD_SHARE = 0.1  # of the run in which only a new head is trained ...
@@ -39,18 +39,20 @@ class InitSettings(Settings):
         None,
         gt=0.0,
         le=1.0,
-        description=f"learning rate of a layer / that of the layer above it; 1: equal; default: {LAYER_DECAY}",
+        description="learning rate of a layer / that of the layer above it; 1: equal; default: "
+        f"{LAYER_DECAY}, or 1 for a run of the same method",
     )
     learning_rate_factor: float | None = Field(
         None,
         gt=0.0,
-        description=f"factor on the peak learning rate while the backbone trains; default: {LEARNING_RATE_FACTOR}",
+        description="factor on the peak learning rate while the backbone trains; default: "
+        f"{LEARNING_RATE_FACTOR}, or 1 for a run of the same method",
     )
 
     def resolved(self, *, weights: str, has_head: bool, epochs: int) -> "InitSettings":
         """All values decided, but for `fill_memory` where the memory is taken: it may have another size.
 
-        `has_head`: the weights include this method's head and memory.
+        `has_head`: the weights are a run of the same method.
         """
         part = self.part or ("all" if has_head else "backbone")
         is_new = part == "backbone"
@@ -60,6 +62,6 @@ class InitSettings(Settings):
             part=part,
             head_epochs=head_epochs if self.head_epochs is None else self.head_epochs,
             fill_memory=is_new or None if self.fill_memory is None else self.fill_memory,
-            layer_decay=self.layer_decay or LAYER_DECAY,
-            learning_rate_factor=self.learning_rate_factor or LEARNING_RATE_FACTOR,
+            layer_decay=self.layer_decay or (1.0 if has_head else LAYER_DECAY),
+            learning_rate_factor=self.learning_rate_factor or (1.0 if has_head else LEARNING_RATE_FACTOR),
         )

@@ -292,7 +292,7 @@ class RunFolder:
                 advice += (
                     " To train for longer, start a new run from its weights: "
                     f"massl pretrain --init {shlex.quote(str(self.path))} --output NEW_FOLDER --trainer.epochs "
-                    f"{now['trainer.epochs']} --init.layer_decay 1 --init.learning_rate_factor 1"
+                    f"{now['trainer.epochs']}"
                 )
             raise RunFolderError(f"{self.path} holds a run of another recipe: {'; '.join(differences)}. {advice}")
 

@@ -131,3 +131,11 @@ def test_a_new_head_gets_a_tenth_of_the_run_and_at_most_ten_epochs(epochs: int, 
     assert (new.part, new.head_epochs, new.fill_memory) == ("backbone", pytest.approx(head_epochs), True)
     taken = InitSettings().resolved(weights="a", has_head=True, epochs=epochs)
     assert (taken.part, taken.head_epochs, taken.fill_memory) == ("all", 0.0, None)
+
+
+def test_only_weights_of_other_recipes_learn_at_lower_rates() -> None:
+    for has_head, expected in ((False, (0.75, 0.2)), (True, (1.0, 1.0))):
+        found = InitSettings().resolved(weights="a", has_head=has_head, epochs=10)
+        assert (found.layer_decay, found.learning_rate_factor) == expected
+    given = InitSettings(layer_decay=0.9, learning_rate_factor=0.5).resolved(weights="a", has_head=True, epochs=10)
+    assert (given.layer_decay, given.learning_rate_factor) == (0.9, 0.5)

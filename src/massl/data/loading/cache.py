@@ -47,5 +47,6 @@ class ImageCache:
         """One line for the log; `num_images` is the size of the source."""
         return (
             f"the cache of decoded images is full: {len(self._images):,} images take {self._num_bytes / 2**30:.1f} of "
-            f"data.cache_gib {self._max_gib:g}; the rest of {num_images:,} images are decoded in every epoch"
+            f"data.cache_gib {self._max_gib:g}; the rest of the {num_images:,} to train on, and of those of the "
+            "probes, is decoded each time"
         )

@@ -79,7 +79,7 @@ def test_a_full_cache_keeps_what_it_has_and_says_so_once() -> None:
     assert 600 / (3 * 5 * 7) - 1 <= num_kept <= 600 / (3 * 5 * 4)
     assert len(notes) == 1
     assert f"full: {num_kept} images" in notes[0]
-    assert "of 24 images" in notes[0]
+    assert "the rest of the 24 to train on" in notes[0]
 
 
 def test_images_in_memory_have_no_use_for_a_cache() -> None:
