@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import NoReturn, Self
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 # Two signals within this time count as one: a launcher passes on what the terminal or queue sent to this process too.
 SAME_SIGNAL_SECONDS = 0.2
+_AGAIN_SECONDS = 0.01
 _SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"  # a progress bar hides it
 
 
@@ -28,7 +30,7 @@ class Interrupts:
         self._is_active = threading.current_thread() is threading.main_thread()  # where signals arrive
         if not self._is_active:
             return self
-        self._handler = signal.getsignal(signal.SIGINT)
+        self._handler, self._show_unraisable = signal.getsignal(signal.SIGINT), sys.unraisablehook
         if self._handler is signal.default_int_handler:  # a background job of a script ignores SIGINT
             signal.signal(signal.SIGINT, _end_the_start)
         self._reading, self._writing = os.pipe()
@@ -42,14 +44,24 @@ class Interrupts:
         if self._is_active:
             is_default = self._handler is signal.default_int_handler
             signal.signal(signal.SIGINT, self._interrupt if is_default else self._handler)
+            sys.unraisablehook = self._unraisable
 
     def _interrupt(self, number: int, frame: FrameType | None) -> NoReturn:
         self.is_interrupted = True
         raise KeyboardInterrupt
 
+    def _unraisable(self, swallowed: "sys.UnraisableHookArgs") -> None:
+        if swallowed.exc_type is KeyboardInterrupt and self.is_interrupted:
+            # The signal came while `__del__` or a weakref's callback ran; Python drops what these raise: once more.
+            signal.signal(signal.SIGALRM, self._interrupt)
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+        else:
+            self._show_unraisable(swallowed)
+
     def ending(self) -> None:
         """The command has done its work: from now on only a second signal ends it, and no traceback shows."""
         if self._is_active:
+            signal.setitimer(signal.ITIMER_REAL, 0)
             for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, lambda number, frame: None)
@@ -58,6 +70,8 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._is_active:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            sys.unraisablehook = self._show_unraisable
             signal.signal(signal.SIGINT, self._handler)
             signal.set_wakeup_fd(self._previous)
             os.close(self._writing)  # ends the thread

@@ -63,6 +63,44 @@ def test_once_started_sigint_is_an_exception_so_that_files_are_closed() -> None:
     assert (ended.returncode, ended.stdout) == (0, "files are closed\n")
 
 
+def test_sigint_that_python_drops_because_a_destructor_ran_comes_again() -> None:
+    ended = run("""
+        import weakref
+        from massl.interrupts import Interrupts
+        class Thing:
+            pass
+        def callback(reference):
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(1000):
+                pass
+            print("not interrupted")
+        with Interrupts() as interrupts:
+            interrupts.started()
+            thing = Thing()
+            reference = weakref.ref(thing, callback)
+            try:
+                del thing
+                time.sleep(60)
+            except KeyboardInterrupt:
+                print("files are closed")
+    """)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "files are closed\n", "")
+
+
+def test_what_else_a_destructor_raises_is_shown() -> None:
+    ended = run("""
+        from massl.interrupts import Interrupts
+        class Thing:
+            def __del__(self):
+                raise ValueError("a fault")
+        with Interrupts() as interrupts:
+            interrupts.started()
+            Thing()
+    """)
+    assert ended.returncode == 0
+    assert "ValueError: a fault" in ended.stderr
+
+
 def test_an_error_that_a_library_makes_of_sigint_is_still_an_interruption() -> None:
     ended = run("""
         import sys, types

@@ -25,7 +25,7 @@ from massl.data.sources import ImageSource
 from massl.planning.choice import Plan, choose
 from massl.planning.costs import Speed
 from massl.planning.facts import DeviceFacts, ImageFacts, look_at_device, look_at_images
-from massl.planning.rules import NETWORKS, NetworkRow
+from massl.planning.rules import NETWORKS, REDUCTION, NetworkRow
 from massl.training.run_folder import PLAN_FILE
 
 __all__ = ["PLAN_FILE", "Resolved", "plan_images", "planned_recipe", "resolve"]
@@ -123,7 +123,14 @@ def _network_row(init: str | Path | None) -> NetworkRow | None:
     options = {key: value for key, value in values.items() if value is not None}
     rows = (row.options for row in NETWORKS.values() if row.name == name)
     measured = next((row for row in rows if row.get("backbone.stem", "") == options.get("backbone.stem", "")), {})
-    return NetworkRow(name=name, kind="", options={**measured, **options}, origin=f"from --init {init}")
+    has_small_map = options.get("backbone.patch_size") is None and not options.get("backbone.stem")
+    return NetworkRow(
+        name=name,
+        kind="",
+        reduction=REDUCTION if has_small_map else 0,
+        options={**measured, **options},
+        origin=f"from --init {init}",
+    )
 
 
 def _automatic(

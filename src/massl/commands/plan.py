@@ -242,7 +242,8 @@ def _without(arguments: Sequence[str], *options: str) -> list[str]:
 def plan_lines(planned: RunPlan) -> list[str]:
     """The plan in words."""
     images, device, recipe = planned.images, planned.device, planned.recipe
-    labels = f"{images.num_classes} label folders, used by probes only" if images.num_classes else "no labels found"
+    kind = "classes" if images.is_array else "label folders"
+    labels = f"{images.num_classes} {kind}, used by probes only" if images.num_classes else "no labels found"
     broken = f"{len(planned.unreadable)} unreadable" if planned.unreadable else "none unreadable"
     lines = [f"{planned.output} holds a run: this is its recipe, and its length"] if planned.holds_run else []
     lines += [

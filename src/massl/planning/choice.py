@@ -59,7 +59,7 @@ def choose(
         smallest = rules.NETWORKS[smallest].instead or smallest
     wanted = start or rules.NETWORKS[smallest]
     name = str(given.get("backbone.name", wanted.name))
-    network = wanted if name == wanted.name else rules.NetworkRow(name=name, kind="")
+    network = wanted if name == wanted.name else _other_network(name, given)
     plan = Plan(given=given, num_images=num_images, network=network)
     row = _choose_views(plan, images, limits, row)
     _choose_network(plan, wanted, network.origin if start else f"{wanted.kind} of the size that suits {suited}", row)
@@ -72,13 +72,20 @@ def choose(
     return plan
 
 
+def _other_network(name: str, given: Mapping[str, Any]) -> rules.NetworkRow:
+    """One that the user names."""
+    is_vit, has_small_stem = name.startswith("vit_"), given.get("backbone.stem") == "small"
+    return rules.NetworkRow(name=name, kind="", reduction=0 if is_vit or has_small_stem else rules.REDUCTION)
+
+
 def _choose_views(plan: Plan, images: ImageFacts, limits: rules.DeviceRow, row: rules.ViewRow) -> rules.ViewRow:
-    n, chosen = images.num_images, max(row.side, plan.network.smallest_view)
+    n, least = images.num_images, round(plan.network.reduction * limits.least_map)
+    chosen = max(row.side, least)
     side = f"your images are typically {images.typical_size}"
     given = plan.given.get("backbone.patch_size") or 1
     chosen = _multiple(chosen, given)
     if patch := plan.network.options.get("backbone.patch_size"):
-        patches = max(1, min(row.side // row.patch, images.side // patch))
+        patches = row.side // row.patch
         chosen = patches * patch
         side += f"; {patches} x {patches} patches of {patch} px"
     elif images.side > row.side:
@@ -91,7 +98,7 @@ def _choose_views(plan: Plan, images: ImageFacts, limits: rules.DeviceRow, row: 
         row = rules.view_row(size)
     plan.set("views.num_global", 2, "the large crops that are compared")
     num_local = plan.set("views.num_local", plan.at("num_local"), plan.because("num_local"))
-    local = max(row.local_size, plan.network.smallest_view // 2)
+    local = max(row.local_size, least // 2)
     local = max(1, local // row.patch) * patch if patch else _multiple(local, given)
     local_why = f"{num_local} small crops beside the large ones" if num_local else ""
     plan.set("views.local_size", min(local, size), local_why)

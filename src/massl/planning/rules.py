@@ -129,6 +129,9 @@ TABLE: Final = {
 }
 
 
+REDUCTION: Final = 32  # by ResNets, ConvNeXts and EfficientNets; by a ResNet with a small stem 8
+
+
 @dataclass(frozen=True, kw_only=True)
 class NetworkRow:
     """A network, and the settings that follow from it instead of from the number of images."""
@@ -136,7 +139,7 @@ class NetworkRow:
     name: str  # timm's
     kind: str  # in words
     reason: str = ""
-    smallest_view: int = 0  # smaller images are enlarged
+    reduction: int = 0  # of a view's side, to that of the last map; 0: views of any size suit it
     options: Mapping[str, Any] = field(default_factory=dict)  # other values of the recipe
     origin: str = "as measured with this network"  # of its architecture
     instead: str = ""  # the ViT for those who want patches
@@ -161,7 +164,7 @@ NETWORKS: Final = {  # in order of size
         name="resnet10t",
         kind="a small ResNet",
         reason="in the same minutes it learns far more there than a ViT",
-        smallest_view=56,  # it reduces a view 32 times
+        reduction=REDUCTION,
         options={
             "backbone.timm_options": {"stem_width": 8, "channels": [32, 64, 128, 256], "zero_init_last": False},
             "backbone.drop_path_rate": 0.0,
@@ -185,7 +188,7 @@ NETWORKS: Final = {  # in order of size
         name="resnet18",
         kind="a ResNet",
         reason="a step takes less than half as long as that of a ViT that sees as much",
-        smallest_view=112,
+        reduction=REDUCTION,
         options={**_OF_RESNET18, **_EVEN_BLUR, "optimizer.learning_rate": 3e-3},
         instead="small",
         measured=_AUTO,
@@ -243,13 +246,22 @@ class DeviceRow:
     view: int  # the largest, in pixels
     batch_size: int  # the largest
     head: tuple[int, int]  # hidden and output dimension
+    least_map: float = 3.5  # side of the last map of a network with a `reduction`: smaller images are enlarged
     epochs: float = 1.0  # share of the table's
     most_images: int = 2**62  # with more, the column of so many holds: a run of few steps is a small run
 
 
 DEVICES: Final = (
     DeviceRow(
-        kind="cpu", gib=0, network="slim", view=64, batch_size=128, head=(512, 128), epochs=0.25, most_images=35_000
+        kind="cpu",
+        gib=0,
+        network="slim",
+        view=64,
+        batch_size=128,
+        head=(512, 128),
+        least_map=1.75,
+        epochs=0.25,
+        most_images=35_000,
     ),  # as demo
     DeviceRow(kind="cuda", gib=0, network="tiny", view=112, batch_size=1024, head=(2048, 256)),  # not measured
     DeviceRow(kind="cuda", gib=6, network="small", view=224, batch_size=1024, head=(2048, 256)),

@@ -92,7 +92,10 @@ def _network_of(
         network = as_dinov3(tensors, num_heads=num_heads, origin=origin)
     elif is_transformer(tensors) or timm_name is None:
         if not is_transformer(tensors, partly=True):
-            raise WeightsError(f"{origin} holds no known network: its entries are {_some(tensors)}. {_known()}")
+            raise WeightsError(
+                f"{origin} holds no known network: its entries are {_some(tensors)}. {_known()}. If it is another network "
+                "of timm, name it: massl import --backbone NAME"
+            )
         network = as_transformer(tensors, num_heads=num_heads, is_mocov3=is_mocov3, origin=origin)
     if timm_name is None:
         assert network is not None

@@ -248,7 +248,7 @@ def test_thumbnails_on_a_gpu_get_the_network_of_the_public_table() -> None:
 def test_the_views_of_weights_to_start_from_have_as_many_of_their_patches() -> None:
     options = {"backbone.patch_size": 14, "backbone.image_size": 518, "backbone.stem": "", "backbone.timm_options": {}}
     start = rules.NetworkRow(name="vit_small_patch14_reg4_dinov2", kind="", options=options, origin="from --init A")
-    for side, device, expected in ((1000, GPU, 196), (100, GPU, 98), (1000, device_of("cpu", 16), 112)):
+    for side, device, expected in ((1000, GPU, 196), (32, GPU, 112), (1000, device_of("cpu", 16), 112)):
         plan = choose(images_of(10_000, side), device, {}, start=start)
         assert plan.values["views.global_size"] == expected
         assert planned_recipe(plan).backbone.name == start.name
@@ -258,6 +258,18 @@ def test_the_views_of_weights_to_start_from_have_as_many_of_their_patches() -> N
         assert plan.values["optimizer.learning_rate"] == pytest.approx(7e-4)
     many = choose(images_of(2_000_000, 500), GPU, {}, start=start).values
     assert (many["views.global_size"], many["views.num_local"], many["views.local_size"]) == (196, 10, 84)
+
+
+@pytest.mark.parametrize(("device", "expected"), [(GPU, 112), (device_of("cpu", 16), 56)], ids=["gpu", "cpu"])
+def test_small_images_are_enlarged_for_a_network_whose_last_map_would_be_a_single_cell(
+    device: DeviceFacts, expected: int
+) -> None:
+    for stem, size in (("", expected), ("small", 32)):
+        options = {"backbone.patch_size": None, "backbone.stem": stem}
+        plan = chosen(10_000, 32, device, backbone__name="resnet50", **options)
+        assert plan.values["views.global_size"] == size
+        assert ("this network needs larger ones" in plan.reasons["views.global_size"]) == (size > 32)
+    assert chosen(10_000, 500, device, backbone__name="resnet50").values["views.global_size"] >= expected
 
 
 @pytest.mark.parametrize("patch", [7, 14, 16])
@@ -291,4 +303,5 @@ def test_weights_to_start_from_get_the_settings_measured_with_their_network(
     monkeypatch.setattr(auto, "network_of", lambda init: BackboneSettings(name="resnet18", stem=stem))
     _, plan = auto.plan_images(open_source("demo:train"), {}, device=GPU, init="A")
     assert planned_recipe(plan).backbone.stem == stem
+    assert plan.values["views.global_size"] == (28 if stem else 112)
     assert plan.values["optimizer.learning_rate"] == rules.NETWORKS[network].options["optimizer.learning_rate"]
