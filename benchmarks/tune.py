@@ -192,8 +192,9 @@ def one_test(recipe: PretrainRecipe, folder: Path, *, data: str, test: str) -> d
     seconds = time.monotonic() - before
     if not trained.finished:
         raise SystemExit(f"tune.py: {folder.name} was interrupted; the same command goes on with it")
-    crop = {"crop_ratio": recipe.probes.crop_ratio, "knn.ks": [recipe.probes.num_neighbours]}
-    result = evaluate(folder, protocol="knn", train=data, test=test, output=folder / "test", overrides=crop)
+    probes = recipe.probes
+    scored = {"crop_ratio": probes.crop_ratio, "knn.ks": [probes.num_neighbours], "knn.temperature": probes.temperature}
+    result = evaluate(folder, protocol="knn", train=data, test=test, output=folder / "test", overrides=scored)
     top1 = next(row.value for row in result.rows if row.metric == "top1")
     return {"epochs": recipe.trainer.epochs, "top1": top1} | costs(trained.metrics, seconds)
 

@@ -27,10 +27,12 @@ def probes_of(metrics: str) -> list[tuple[int, float]]:
 def main(table_name: str, picture: str, *runs: str) -> None:
     table = next(table for table in public_tables() if table.name == table_name)
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    highest = max(row.values[0] or 0.0 for row in table.rows)
     for run, colour in zip(runs, COLOURS, strict=False):
         label, _, metrics = run.partition("=")
         probes = probes_of(metrics)
         best = max(accuracy for _, accuracy in probes)
+        highest = max(highest, best)
         axes.plot(*zip(*probes, strict=True), marker="o", markersize=3, color=colour, label=f"{label}: {best:.2f} %")
         last_epoch = probes[-1][0]
     heights: list[float] = []
@@ -46,7 +48,7 @@ def main(table_name: str, picture: str, *runs: str) -> None:
     axes.set(
         xlabel="epoch",
         ylabel="k-NN accuracy, % (k = 200, T = 0.1)",
-        ylim=(LOWEST, 89),
+        ylim=(LOWEST, highest + 2),
         xlim=(0, last_epoch * 1.2),
         title=table.title,
     )

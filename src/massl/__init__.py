@@ -4,7 +4,7 @@ import massl
 massl.pretrain("photos/", output="runs/photos")
 model, transform = massl.load_backbone("runs/photos")    # a timm model, and how to prepare its images
 massl.evaluate("runs/photos", protocol="knn", train="photos/", test="others/", output="results")
-massl.embed("runs/photos", data="photos/", output="features.parquet")
+massl.embed("runs/photos", data="photos/", output="features.npz")
 massl.export("runs/photos", to="transformers", output="photos-vit")
 
 The functions mirror the commands of `massl --help`. Each is imported when it is first used, so `import massl` takes

@@ -175,7 +175,7 @@ def synchronise_batch_norms(module: nn.Module) -> nn.Module:
     from timm.layers.norm_act import convert_sync_batchnorm
 
     converted: nn.Module = convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-    return converted
+    return converted.train(module.training)  # as new modules they are in training mode
 
 
 def without_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:

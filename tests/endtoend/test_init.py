@@ -175,12 +175,35 @@ def test_convolutional_networks_keep_weights_and_running_averages_while_frozen(
         archive, recipe=recipe, output=tmp_path / "old", overrides=QUIET | backbone | given | {"trainer.max_steps": 2}
     )
     expected = open_model(first.folder).backbone.model.state_dict()
-    run = start("run", first.folder, steps=5, **given, **{"init.part": "backbone"})
+    trained = {"init.part": "backbone", "init.keep_statistics": False}
+    run = start("run", first.folder, steps=5, **given, **trained)
     for found in backbones(run, 3).values():
         assert all(value.equal(expected[key]) for key, value in found.items())
     moved = [key for key, value in backbones(run, 5)["student."].items() if not value.equal(expected[key])]
     assert any("weight" in key for key in moved)
     assert name == "test_convnext" or any("running_mean" in key for key in moved)
+
+
+@pytest.mark.slow
+def test_batch_norms_of_other_peoples_weights_keep_their_running_averages_and_use_them(
+    start: Any, recipe: Path, archive: Path, tmp_path: Path
+) -> None:
+    backbone = {"backbone": {"name": "test_resnet", "image_size": None, "patch_size": None, "timm_options": {}}}
+    given: dict[str, Any] = {"views.global_size": 32, "views.num_local": 0, "method.head.batch_norm": True}
+    overrides = QUIET | backbone | given | {"trainer.max_steps": 2}
+    first = massl.pretrain(archive, recipe=recipe, output=tmp_path / "old", overrides=overrides).folder
+    expected = open_model(first / "backbone.safetensors").backbone.model.state_dict()
+    run = start("run", first / "backbone.safetensors", steps=5, **given)
+    assert read_yaml(run / "recipe.yaml")["init"]["keep_statistics"] is True
+    for found in backbones(run, 5).values():
+        assert all(value.equal(expected[key]) for key, value in found.items() if "running" in key)
+        assert any(not value.equal(expected[key]) for key, value in found.items() if "weight" in key)
+    stopped = start("stopped", first / "backbone.safetensors", steps=4, **given)
+    start("stopped", first / "backbone.safetensors", steps=5, **given)
+    for owner, found in backbones(stopped, 5).items():  # used in training too: otherwise a resume would differ
+        assert all(value.equal(backbones(run, 5)[owner][key]) for key, value in found.items())
+    again = start("again", run, steps=1, **given)  # a run of the same method goes on as it was trained
+    assert read_yaml(again / "recipe.yaml")["init"]["keep_statistics"] is True
 
 
 def test_architecture_and_colours_come_from_the_model_and_what_is_named_must_agree(old: Path, start: Any) -> None:

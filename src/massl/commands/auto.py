@@ -28,6 +28,7 @@ from massl.planning.facts import DeviceFacts, ImageFacts, look_at_device, look_a
 from massl.planning.rules import NETWORKS, REDUCTION, NetworkRow
 from massl.training.run_folder import PLAN_FILE
 
+_OF_SPEED = ("backbone.name", "views.global_size", "views.num_local", "trainer.batch_size")
 __all__ = ["PLAN_FILE", "Resolved", "plan_images", "planned_recipe", "resolve"]
 _INSTEAD = "chooses for method massl; for another give its recipe, e.g. --recipe {0}-tiny"
 
@@ -105,14 +106,16 @@ def plan_images(
     *,
     device: DeviceFacts | None = None,
     init: str | Path | None = None,
+    as_of: int | None = None,
 ) -> tuple[ImageFacts, Plan]:
-    """What the images are, and what suits them and the weights to start from."""
+    """What the images are, and what suits them and the weights to start from. `as_of`: see `choose`."""
     method = given.get("method.name", "massl")
     if method != "massl":
         raise RecipeError(f"auto {_INSTEAD.format(method)}")
     chosen = choose_device(str(given.get("trainer.device", "auto")), option="trainer.device")
     facts = look_at_images(source)
-    return facts, choose(facts, device or look_at_device(chosen), given, start=_network_row(init))
+    device = device or look_at_device(chosen)
+    return facts, choose(facts, device, given, start=_network_row(init), as_of=as_of)
 
 
 def _network_row(init: str | Path | None) -> NetworkRow | None:
@@ -154,7 +157,12 @@ def _automatic(
     if minutes is None:
         return Resolved(recipe=recipe, plan=plan, images=facts)
     speed, epochs, why = _trial(recipe, source, minutes, facts, tell)
-    _, plan = plan_images(source, {**given, "trainer.epochs": epochs}, init=init)
+    _, shorter = plan_images(source, {**given, "trainer.epochs": epochs}, init=init)
+    if any(shorter.values.get(key) != plan.values.get(key) for key in _OF_SPEED):
+        tell("so short a run is chosen like one on fewer images; a trial of that")
+        speed, epochs, why = _trial(planned_recipe(shorter), source, minutes, facts, tell)
+    # the first trial decides: a faster network does not make it a long run
+    _, plan = plan_images(source, {**given, "trainer.epochs": epochs}, init=init, as_of=shorter.num_images)
     plan.reasons["trainer.epochs"] = why
     return Resolved(recipe=planned_recipe(plan), plan=plan, images=facts, speed=speed)
 

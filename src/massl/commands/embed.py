@@ -37,7 +37,7 @@ _FEATURE = "pooled"
 
 DESCRIPTION = """Write a model's features of your images to a file, or those of every patch to a folder of files.
 
-massl embed runs/a --data photos/ --output features.parquet
+massl embed runs/a --data photos/ --output features.npz
 massl embed runs/a --data photos/ --feature patches --output patches"""
 
 
@@ -241,7 +241,7 @@ def _require_pyarrow() -> None:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
         raise MasslError(
-            "parquet files need pyarrow; install it with: pip install 'massl[parquet]', or write .npz or .safetensors"
+            "parquet files need pyarrow; install it with: pip install pyarrow, or write .npz or .safetensors"
         ) from None
 
 

@@ -29,7 +29,7 @@ from massl.commands.run_messages import (
     unseen_pixels,
 )
 from massl.commands.start import Start, decide_start, load_start
-from massl.config import RecipeError, dotted
+from massl.config import dotted
 from massl.data.identity import identify
 from massl.data.loading.cache import ImageCache
 from massl.data.loading.gpu_decode import jpeg_decoder
@@ -38,7 +38,7 @@ from massl.data.loading.loader import Loader
 from massl.data.order import EpochOrder
 from massl.data.sources import ImageSource, held_out, home_of, remarks_of
 from massl.methods import build_method
-from massl.methods.base import Method, TrainingPlan
+from massl.methods.base import TrainingPlan
 from massl.nn.backbone import refuse_published_weights
 from massl.nn.token_readout import patch_size
 from massl.training.checkpoint import CheckpointStore
@@ -147,7 +147,7 @@ def _train(start: Start, source: ImageSource, folder: RunFolder, device: torch.d
     trainer = _build(recipe, source, held, folder, device, console, skipped=skipped, cautions=cautions)
     skipped.say = trainer.display.say
     announce_execution(trainer, console)
-    idle = idle_options(recipe, has_start=folder.has_start)
+    idle = idle_options(recipe, has_start=folder.has_start, networks=trainer.execution.networks)
     unseen = unseen_pixels(recipe.views, patch_size(trainer.method.backbone_to_evaluate()))
     for caution in (*idle, *unseen, *trainer.method.cautions(_training_plan(recipe, source))):
         cautions.add(caution)
@@ -192,7 +192,9 @@ def _build(
     announce_plan(recipe, schedules, len(source), device, console)
     with working(console, "building the networks"):
         method = build_method(recipe.method, recipe.backbone, seed=seed)
-        _check_views(recipe, method)
+        method.check_views(recipe.views, name=recipe.method.name)
+    if recipe.init.keep_statistics:
+        method.keep_statistics()
     cache = ImageCache(max_gib=recipe.data.cache_gib) if recipe.data.cache_gib > 0 else None
     loader = _open_loader(
         recipe,
@@ -282,18 +284,3 @@ def _open_loader(
         on_skip=on_skip,
         on_note=on_note,
     )
-
-
-@torch.no_grad()
-def _check_views(recipe: PretrainRecipe, method: Method) -> None:
-    """Try an empty image of each view size: some networks accept only their own, and none less than a patch."""
-    if recipe.views.num_global < method.min_global_views:
-        least = method.min_global_views
-        raise RecipeError(f"{recipe.method.name} compares views of an image: set views.num_global to {least} or more")
-    backbone = method.backbone_to_evaluate().eval()
-    for key in ("global_size", "local_size") if recipe.views.num_local else ("global_size",):
-        size = getattr(recipe.views, key)
-        try:
-            backbone(torch.zeros(1, 3, size, size))
-        except (AssertionError, RuntimeError, ValueError) as error:
-            raise RecipeError(f"{recipe.backbone.name} cannot take views.{key} {size}: {error}") from None

@@ -23,7 +23,7 @@ from pydantic import Field
 from massl.commands.arguments import parse
 from massl.commands.console import print_line, print_table, result_console
 from massl.config import RecipeError, Settings, closest, overlay, read_yaml
-from massl.planning.rules import table_text
+from massl.planning.rules_text import rules_text
 from massl.reports.tables import ResultsTable
 
 DESCRIPTION = """List the recipes that come with massl.
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str]) -> int:
 def recipe_text(name: str) -> str:
     """A recipe's file and, below it, the files that it extends; of auto, its rules."""
     if name == AUTO:
-        return table_text()
+        return rules_text()
     parts, path = [], recipe_path(name)
     read_recipe(path)  # a circle of files is an error, not an endless text
     while True:

@@ -66,8 +66,11 @@ def announce_plan(
     )
 
 
-def idle_options(recipe: PretrainRecipe, *, has_start: bool) -> Iterator[str]:
-    """Options that this run will not heed, in words. `has_start`: it began with trained weights."""
+def idle_options(recipe: PretrainRecipe, *, has_start: bool, networks: str) -> Iterator[str]:
+    """Options that this run will not heed, in words.
+
+    `has_start`: it began with trained weights; `networks`: how these are computed.
+    """
     settings = recipe.trainer
     has_guard = settings.guard in ("warn", "stop")
     if recipe.probes.every_epochs == 0 and (settings.stop_when_flat or has_guard):
@@ -75,6 +78,8 @@ def idle_options(recipe: PretrainRecipe, *, has_start: bool) -> Iterator[str]:
         yield f"trainer.{name} does nothing: this run has no probes (probes.every_epochs 0)"
     elif has_guard and recipe.init.weights is None and not has_start:
         yield "trainer.guard does nothing: this run starts from random weights, not from --init MODEL"
+    if settings.residual == "fp32" and not networks.startswith("fused"):
+        yield f"trainer.residual does nothing: it is for fused kernels, and this run's are {networks}"
 
 
 def unseen_pixels(views: ViewSettings, patch: int | None) -> Iterator[str]:

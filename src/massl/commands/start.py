@@ -128,7 +128,8 @@ def _named_weights(recipe: PretrainRecipe, init: str | Path | None, recorded: Pr
 def _started(recipe: PretrainRecipe, weights: str, given: Collection[str]) -> Start:
     path = Path(weights).expanduser()
     run = _run_of(path)
-    is_own = run is not None and method_of(read_yaml(run / "recipe.yaml")) == recipe.method.name
+    before = {} if run is None else read_yaml(run / "recipe.yaml")
+    is_own = run is not None and method_of(before) == recipe.method.name
     if recipe.init.part == "all" and not is_own:
         raise RecipeError(
             f"--init.part all: {weights} is no run of {recipe.method.name}, so it has no head for it; leave it out"
@@ -142,7 +143,13 @@ def _started(recipe: PretrainRecipe, weights: str, given: Collection[str]) -> St
     wanted = recipe.init
     if wanted.weights not in (None, weights, place):  # a recipe of a run: its values were decided for other weights
         wanted = InitSettings(**{key: value for key, value in dict(wanted).items() if f"init.{key}" in given})
-    init = wanted.resolved(weights=place, has_head=is_own, epochs=recipe.trainer.epochs)
+    init = wanted.resolved(
+        weights=place,
+        has_head=is_own,
+        is_transformer=model.backbone.is_transformer,
+        kept_statistics=bool((before.get("init") or {}).get("keep_statistics")),
+        epochs=recipe.trainer.epochs,
+    )
     return Start(recipe=_validated({**values, "init": init.model_dump()}, recipe), model=model)
 
 

@@ -15,7 +15,7 @@ from massl.config import RecipeError, Settings
 from massl.data.views import ViewBatch, ViewSettings
 from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.encoder import Encoder
-from massl.nn.freezing import freeze
+from massl.nn.freezing import freeze, keep_statistics
 from massl.nn.held_temperature import HeldTemperature
 
 # The metric that a held temperature follows: the mean entropy in nats of the teacher's softmaxes over a batch.
@@ -156,6 +156,11 @@ class Method(nn.Module, ABC):
             for backbone in self.backbones():
                 freeze(backbone, frozen)
 
+    def keep_statistics(self) -> None:
+        """Batch norms of all backbones use and keep the running averages they have; those of heads learn theirs."""
+        for backbone in self.backbones():
+            keep_statistics(backbone)
+
     def memory_rows(self, views: ViewBatch) -> Tensor | None:  # -> [B, D]
         """What a batch adds to the memory; None for methods without one."""
         return None
@@ -169,6 +174,23 @@ class Method(nn.Module, ABC):
     def backbones(self) -> list[Backbone]:
         """Every backbone, trained or not."""
         return [module for module in self.modules() if isinstance(module, Backbone)]
+
+    @torch.no_grad()
+    def check_views(self, views: ViewSettings, *, name: str) -> None:
+        """Try an empty image of each view size: some networks accept only their own, and none less than a patch."""
+        if views.num_global < self.min_global_views:
+            least = self.min_global_views
+            raise RecipeError(f"{name} compares views of an image: set views.num_global to {least} or more")
+        backbone = self.backbone_to_evaluate()
+        was_training = backbone.training
+        backbone.eval()
+        for key in ("global_size", "local_size") if views.num_local else ("global_size",):
+            size = getattr(views, key)
+            try:
+                backbone(torch.zeros(1, 3, size, size))
+            except (AssertionError, RuntimeError, ValueError) as error:
+                raise RecipeError(f"{backbone.model_name} cannot take views.{key} {size}: {error}") from None
+        backbone.train(was_training)
 
     def drop_path_keys(self, views: ViewBatch, hyper: StepHyper, *, num_views: int) -> Tensor | None:
         """Keys [num_views, B] of stochastic depth for the first views of every image; None without stochastic depth."""

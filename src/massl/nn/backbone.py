@@ -1,17 +1,18 @@
 """Any timm model as a backbone: one feature vector per image, and patch tokens for transformers."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from massl import keyed_random
 from massl.config import RecipeError, Settings
-from massl.nn.drop_path import KeyedDropPath, draw_scales, keep_probabilities, replace_drop_paths
+from massl.nn.drop_path import KeyedDropPath, draw_scales, keep_probabilities, replace_drop_paths, split_scales
 from massl.nn.positions import FirstAxis, ResamplingRule, fix_positions, resampling_rule
 from massl.nn.timm_models import checked_options, create_timm_model
 from massl.nn.transformer.plain import (
@@ -90,7 +91,7 @@ class Backbone(nn.Module):
         self.timm_arguments = dict(timm_arguments)  # these build an empty copy of the model
         # of the features before a classifier; num_features may differ
         self.dim = int(model.head_hidden_size)  # type: ignore[arg-type]
-        self.is_frozen = False  # set by nn.freezing
+        self.is_frozen = self.keeps_statistics = False  # set by nn.freezing
         self.activation_checkpointing = False
         self.fused_kernels = False
         self.float32_stream = False
@@ -99,6 +100,13 @@ class Backbone(nn.Module):
         self._drop_paths = replace_drop_paths(model)
         self.register_buffer("keep", keep_probabilities(self._drop_paths), persistent=False)
         self._class_token_of_last_block = class_token_of_last_block
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for module in self.modules() if self.keeps_statistics else ():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        return self
 
     def forward(self, images: Tensor, sample_keys: Tensor | None = None) -> Tokens:  # [B, 3, H, W], [B] int64
         """Features of the images; `sample_keys` turns stochastic depth on and decides its random choices."""
@@ -116,7 +124,7 @@ class Backbone(nn.Module):
             from massl.nn.transformer.fused import class_features  # needs Triton, which requires CUDA
 
             return class_features(self._vision_transformer(), view_groups, scales, options)
-        parts = _split_scales(scales, view_groups)
+        parts = split_scales(scales, view_groups)
         return torch.cat([self._pooled(group, part) for group, part in zip(view_groups, parts, strict=True)])
 
     def class_and_patches(
@@ -141,7 +149,7 @@ class Backbone(nn.Module):
 
             model = self._vision_transformer()
             return class_and_patch_features(model, view_groups, scales, options, masks=masks, mask_token=mask_token)
-        parts = _split_scales(scales, view_groups)
+        parts = split_scales(scales, view_groups)
         first = self._tokens(view_groups[0], parts[0], masks, mask_token)
         further = [self._pooled(group, part) for group, part in zip(view_groups[1:], parts[1:], strict=True)]
         assert first.patches is not None
@@ -203,8 +211,7 @@ class Backbone(nn.Module):
 
     def _transformer(self) -> Transformer:
         if not is_transformer(self.model):
-            name = self.model_name
-            raise RecipeError(f"this needs a vision transformer, not {name}; choose e.g. vit_small_patch16_224")
+            raise RecipeError(f"this needs a vision transformer, not {self.model_name}; e.g. vit_small_patch16_224")
         return self.model
 
     def _vision_transformer(self) -> VisionTransformer:
@@ -301,13 +308,6 @@ class Backbone(nn.Module):
                 "false, or the dropout rates in backbone.timm_options to 0"
             )
         self.activation_checkpointing = enabled
-
-
-# [num_drop_paths, sum R_i]
-def _split_scales(scales: Tensor | None, view_groups: list[Tensor]) -> Sequence[Tensor | None]:
-    if scales is None:
-        return [None] * len(view_groups)
-    return torch.split(scales, [len(group) for group in view_groups], dim=1)
 
 
 def build_backbone(settings: BackboneSettings, *, seed: int, drop_path_rate: float = 0.0) -> Backbone:

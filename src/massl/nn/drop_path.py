@@ -1,5 +1,7 @@
 """Stochastic depth with given scales, so that they can be keyed by image, view and step."""
 
+from collections.abc import Sequence
+
 import torch
 from timm.layers.drop import DropPath
 from torch import Tensor, nn
@@ -42,3 +44,10 @@ def draw_scales(keep: Tensor, sample_keys: Tensor) -> Tensor:  # [num_drop_paths
     """For each layer and sample: 0 with the layer's drop probability, else 1 / keep."""
     layers = torch.arange(len(keep), device=sample_keys.device)[:, None]
     return (keyed_random.uniform("drop path", layers, sample_keys[None, :]) < keep[:, None]) / keep[:, None]
+
+
+# [num_drop_paths, sum R_i]
+def split_scales(scales: Tensor | None, view_groups: list[Tensor]) -> Sequence[Tensor | None]:
+    if scales is None:
+        return [None] * len(view_groups)
+    return torch.split(scales, [len(group) for group in view_groups], dim=1)

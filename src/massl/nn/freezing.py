@@ -1,4 +1,4 @@
-"""Freezes a backbone: its weights and running averages stay as they are."""
+"""Freezes a backbone, or only the running averages of its batch norms."""
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -16,3 +16,9 @@ def freeze(backbone: Backbone, frozen: bool) -> None:
     for module in backbone.modules():
         if isinstance(module, _BatchNorm):
             module.track_running_stats = not frozen
+
+
+def keep_statistics(backbone: Backbone) -> None:
+    """From now on batch norms use their running averages in training too, and these stay as they are."""
+    backbone.keeps_statistics = True
+    backbone.train(backbone.training)

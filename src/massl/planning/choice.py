@@ -1,8 +1,9 @@
 """The recipe `auto` for given images and a device: the rules applied, each value with its reason in plain words."""
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from massl.planning import rules
@@ -24,7 +25,7 @@ class Plan:
         """Choose a value unless the user gave one or the network has its own; returns what holds."""
         is_given = key in self.given
         if key in self.network.options:
-            measured = self.network.origin if key.startswith("backbone.") else "as measured with this network"
+            measured = self.network.origin if key.startswith("backbone.") else self.network.basis
             value, why = self.network.options[key], measured if why else ""
         self.values[key] = self.given[key] if is_given else value
         self.reasons[key] = f"as you asked (auto: {_text(value)})" if is_given else why
@@ -41,17 +42,24 @@ class Plan:
 
 
 def choose(
-    images: ImageFacts, device: DeviceFacts, given: Mapping[str, Any], *, start: rules.NetworkRow | None = None
+    images: ImageFacts,
+    device: DeviceFacts,
+    given: Mapping[str, Any],
+    *,
+    start: rules.NetworkRow | None = None,
+    as_of: int | None = None,
 ) -> Plan:
     """A complete plan; `given` holds the user's own values by dotted key, which others follow.
 
-    `start` is the network of the weights to start from.
+    `start` is the network of the weights to start from. `as_of`: choose as for this number of images; default: by
+    how many there are, and how often a given number of epochs shows them.
     """
     limits = rules.device_row(device.kind, device.memory_gib)
-    num_images = min(images.num_images, limits.most_images)
+    num_images = min(images.num_images, limits.most_images, as_of or _as_a_whole_run(images.num_images, given))
     row = rules.view_row(min(images.side, rules.at("largest_view", num_images), limits.view))
     suits = {row.network: "images so small", limits.network: "this device"}
-    suits[rules.at("network", num_images)] = f"{images.num_images:,} images"
+    short = "" if num_images in (images.num_images, limits.most_images) else " in so short a run"
+    suits[rules.at("network", num_images)] = f"{images.num_images:,} images{short}"
     order = list(rules.NETWORKS)
     smallest = min(suits, key=order.index)
     suited = suits[smallest]
@@ -59,7 +67,7 @@ def choose(
         smallest = rules.NETWORKS[smallest].instead or smallest
     wanted = start or rules.NETWORKS[smallest]
     name = str(given.get("backbone.name", wanted.name))
-    network = wanted if name == wanted.name else _other_network(name, given)
+    network = wanted if name == wanted.name else _other_network(name, row, given)
     plan = Plan(given=given, num_images=num_images, network=network)
     row = _choose_views(plan, images, limits, row)
     _choose_network(plan, wanted, network.origin if start else f"{wanted.kind} of the size that suits {suited}", row)
@@ -72,14 +80,24 @@ def choose(
     return plan
 
 
-def _other_network(name: str, given: Mapping[str, Any]) -> rules.NetworkRow:
-    """One that the user names."""
-    is_vit, has_small_stem = name.startswith("vit_"), given.get("backbone.stem") == "small"
-    return rules.NetworkRow(name=name, kind="", reduction=0 if is_vit or has_small_stem else rules.REDUCTION)
+def _as_a_whole_run(num_images: int, given: Mapping[str, Any]) -> int:
+    """The images of a run of usual length that sees as many as the given epochs show: few steps are a small run."""
+    epochs = int(given.get("trainer.epochs", rules.EPOCHS_OF_LONG_RUNS))
+    return min(num_images, max(1, round(num_images * epochs / rules.EPOCHS_OF_LONG_RUNS)))
+
+
+def _other_network(name: str, row: rules.ViewRow, given: Mapping[str, Any]) -> rules.NetworkRow:
+    """One that the user names; a ResNet gets what was measured with ResNet-18."""
+    if re.match(r"resnet\d", name):
+        known = rules.NETWORKS[row.network if row.network == "resnet18 of thumbnails" else "resnet18"]
+        has_small_stem = given.get("backbone.stem", known.options.get("backbone.stem")) == "small"
+        reduction = 0 if has_small_stem else rules.REDUCTION
+        return replace(known, name=name, kind="", reduction=reduction, basis="as measured with ResNet-18")
+    return rules.NetworkRow(name=name, kind="", reduction=0 if name.startswith("vit_") else rules.REDUCTION)
 
 
 def _choose_views(plan: Plan, images: ImageFacts, limits: rules.DeviceRow, row: rules.ViewRow) -> rules.ViewRow:
-    n, least = images.num_images, round(plan.network.reduction * limits.least_map)
+    n, least = images.num_images, round(plan.network.reduction * rules.LEAST_MAP[limits.kind])
     chosen = max(row.side, least)
     side = f"your images are typically {images.typical_size}"
     given = plan.given.get("backbone.patch_size") or 1

@@ -120,10 +120,15 @@ def look_at_device(device: torch.device) -> DeviceFacts:
         kind="cuda" if is_gpu else "cpu",
         name=torch.cuda.get_device_name(device) if is_gpu else "CPU",
         memory_gib=torch.cuda.get_device_properties(device).total_memory / 2**30 if is_gpu else host_gib,
-        num_cores=max(1, len(os.sched_getaffinity(0)) // on_this_machine),
+        num_cores=max(1, _usable_cores() // on_this_machine),
         host_gib=host_gib,
         num_processes=num_processes,
     )
+
+
+def _usable_cores() -> int:
+    """Those that this process may use, where the system tells (Linux)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def busy_share(*, seconds: float = 0.2) -> float:

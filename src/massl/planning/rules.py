@@ -130,6 +130,7 @@ TABLE: Final = {
 
 
 REDUCTION: Final = 32  # by ResNets, ConvNeXts and EfficientNets; by a ResNet with a small stem 8
+LEAST_MAP: Final = {"cpu": 1.75, "cuda": 3.5}  # side of the last map: 56 and 112 px; smaller images are enlarged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +142,7 @@ class NetworkRow:
     reason: str = ""
     reduction: int = 0  # of a view's side, to that of the last map; 0: views of any size suit it
     options: Mapping[str, Any] = field(default_factory=dict)  # other values of the recipe
+    basis: str = "as measured with this network"  # of these options
     origin: str = "as measured with this network"  # of its architecture
     instead: str = ""  # the ViT for those who want patches
     measured: str = ""  # the page with the measurement, or "the paper"
@@ -246,28 +248,20 @@ class DeviceRow:
     view: int  # the largest, in pixels
     batch_size: int  # the largest
     head: tuple[int, int]  # hidden and output dimension
-    least_map: float = 3.5  # side of the last map of a network with a `reduction`: smaller images are enlarged
     epochs: float = 1.0  # share of the table's
     most_images: int = 2**62  # with more, the column of so many holds: a run of few steps is a small run
 
 
 DEVICES: Final = (
     DeviceRow(
-        kind="cpu",
-        gib=0,
-        network="slim",
-        view=64,
-        batch_size=128,
-        head=(512, 128),
-        least_map=1.75,
-        epochs=0.25,
-        most_images=35_000,
+        kind="cpu", gib=0, network="slim", view=64, batch_size=128, head=(512, 128), epochs=0.25, most_images=35_000
     ),  # as demo
     DeviceRow(kind="cuda", gib=0, network="tiny", view=112, batch_size=1024, head=(2048, 256)),  # not measured
     DeviceRow(kind="cuda", gib=6, network="small", view=224, batch_size=1024, head=(2048, 256)),
     DeviceRow(kind="cuda", gib=70, network="base", view=224, batch_size=1024, head=(2048, 256)),
 )
 
+EPOCHS_OF_LONG_RUNS: Final = 100  # a run that sees fewer images is chosen like a whole run on fewer
 SMALLEST_BATCH: Final = 16
 LEAST_STEPS_PER_EPOCH: Final = 4  # a smaller set gets a smaller batch
 MEMORY_SHARE: Final = 4  # the memory holds at most one in so many images; it has as many blocks
@@ -313,17 +307,3 @@ def view_row(side: int) -> ViewRow:
 
 def device_row(kind: str, gib: float) -> DeviceRow:
     return next(row for row in reversed(DEVICES) if row.kind == kind and row.gib <= gib)
-
-
-def table_text() -> str:
-    """The table in words, for `massl recipes auto`."""
-    lines = ["auto chooses every value for your images and machine. Between the columns it interpolates.", ""]
-    lines.append(f"{'images':<26}" + "".join(f"{number:>11,}" for number in IMAGES))
-    for name, row in TABLE.items():
-        lines.append(f"{name:<26}" + "".join(f"{_cell(value):>11}" for value in row.values))
-        lines.append(f"    {row.reason}. Measured: {row.measured}")
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:,}" if type(value) is int else str(value)

@@ -71,7 +71,9 @@ class _Steps:
 
     def __init__(self, recipe: TrialRecipe, *, device: torch.device) -> None:
         settings, bf16 = recipe.trainer, recipe.trainer.precision == "bf16"
-        self.method = build_method(recipe.method, recipe.backbone, seed=settings.seed).to(device).train()
+        method = build_method(recipe.method, recipe.backbone, seed=settings.seed)
+        method.check_views(recipe.views, name=recipe.method.name)
+        self.method = method.to(device).train()
         self.method.set_activation_checkpointing(settings.activation_checkpointing)
         execution = choose_execution(
             self.method,

@@ -90,7 +90,7 @@ def _with_labels(run: Run) -> Verdict:
         return Verdict(kind="below raw pixels", headline=headline, reasons=reasons, next_step=advice)
     if is_rising:
         return Verdict(kind="still rising", headline="learnt, still rising", reasons=reasons, next_step=_train_on(run))
-    embed = _command("massl", "embed", run.folder, "--data", _source(run), "--output", run.folder / "features.parquet")
+    embed = _command("massl", "embed", run.folder, "--data", _source(run), "--output", run.folder / "features.npz")
     next_step = NextStep("use the features", embed) if run.finished else _train_on(run)
     return Verdict(kind="learnt", headline=f"learnt{trend}", reasons=reasons + _best_words(run), next_step=next_step)
 
@@ -106,8 +106,12 @@ def _without_labels(run: Run) -> Verdict:
         values = [row[key] for row in run.rows if key in row]
         if len(values) > 1:
             reasons.append(f"{words}: {values[0]:{form}} with {run.start_words}, {values[-1]:{form}} {_when(run)}.")
-    headline = "no sign of collapse; without labels the accuracy is unknown"
-    next_step = _look_at_neighbours(run)
+    headline, next_step = "no sign of collapse", _look_at_neighbours(run)
+    found = [row["other_view_top1"] for row in run.rows if "other_view_top1" in row]
+    if found and found[-1] < found[0] - chance_margin(found[-1], num_queries=_num_queries(run)):
+        headline = f"images are found again less often than with {run.start_words}"
+        next_step = _look_at_curves(run)
+    headline += "; without labels the accuracy is unknown"
     return Verdict(kind="no labels", headline=headline, reasons=tuple(reasons), next_step=next_step)
 
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from massl.config import Settings
 
-# Why these values: docs/continue.md. They are for weights that other recipes made.
+# Why these values: docs/continue.md. They are for transformers that other recipes trained.
 LAYER_DECAY = 0.75
 LEARNING_RATE_FACTOR = 0.2
 _HEAD_SHARE = 0.1  # of the run in which only a new head is trained ...
@@ -35,33 +35,42 @@ class InitSettings(Settings):
         None,
         description="fill a memory with embeddings before the first step; default: if it is new or of another size",
     )
+    keep_statistics: bool | None = Field(
+        None,
+        description="batch norms of the backbone keep the running averages of the weights and use them in training "
+        "too; default: but for a run of the same method",
+    )
     layer_decay: float | None = Field(
         None,
         gt=0.0,
         le=1.0,
         description="learning rate of a layer / that of the layer above it; 1: equal; default: "
-        f"{LAYER_DECAY}, or 1 for a run of the same method",
+        f"{LAYER_DECAY} for transformers of others, else 1",
     )
     learning_rate_factor: float | None = Field(
         None,
         gt=0.0,
         description="factor on the peak learning rate while the backbone trains; default: "
-        f"{LEARNING_RATE_FACTOR}, or 1 for a run of the same method",
+        f"{LEARNING_RATE_FACTOR} for transformers of others, else 1",
     )
 
-    def resolved(self, *, weights: str, has_head: bool, epochs: int) -> "InitSettings":
+    def resolved(
+        self, *, weights: str, has_head: bool, is_transformer: bool, kept_statistics: bool, epochs: int
+    ) -> "InitSettings":
         """All values decided, but for `fill_memory` where the memory is taken: it may have another size.
 
-        `has_head`: the weights are a run of the same method.
+        `has_head`: the weights are a run of the same method; `kept_statistics`: its own value of keep_statistics.
         """
+        is_gentle = is_transformer and not has_head
         part = self.part or ("all" if has_head else "backbone")
-        is_new = part == "backbone"
+        is_new, keep = part == "backbone", kept_statistics or not has_head
         head_epochs = min(_MOST_HEAD_EPOCHS, _HEAD_SHARE * epochs) if is_new else 0.0
         return InitSettings(
             weights=weights,
             part=part,
             head_epochs=head_epochs if self.head_epochs is None else self.head_epochs,
             fill_memory=is_new or None if self.fill_memory is None else self.fill_memory,
-            layer_decay=self.layer_decay or (1.0 if has_head else LAYER_DECAY),
-            learning_rate_factor=self.learning_rate_factor or (1.0 if has_head else LEARNING_RATE_FACTOR),
+            keep_statistics=keep if self.keep_statistics is None else self.keep_statistics,
+            layer_decay=self.layer_decay or (LAYER_DECAY if is_gentle else 1.0),
+            learning_rate_factor=self.learning_rate_factor or (LEARNING_RATE_FACTOR if is_gentle else 1.0),
         )

@@ -93,8 +93,8 @@ def _network_of(
     elif is_transformer(tensors) or timm_name is None:
         if not is_transformer(tensors, partly=True):
             raise WeightsError(
-                f"{origin} holds no known network: its entries are {_some(tensors)}. {_known()}. If it is another network "
-                "of timm, name it: massl import --backbone NAME"
+                f"{origin} holds no known network: its entries are {_some(tensors)}. {_known()}. If it is another "
+                "network of timm, name it: massl import --backbone NAME"
             )
         network = as_transformer(tensors, num_heads=num_heads, is_mocov3=is_mocov3, origin=origin)
     if timm_name is None:

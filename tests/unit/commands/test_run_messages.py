@@ -82,8 +82,16 @@ def test_the_peak_learning_rate_that_is_said_is_that_of_training(weights: str | 
     assert f"peak learning rate {float(peak):.3g}" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_residual_stream_in_fp32_is_told_to_be_idle_without_fused_kernels() -> None:
+    recipe = load_recipe("massl-tiny", {"data.source": "photos/", "trainer.residual": "fp32"})
+    (caution,) = idle_options(recipe, has_start=False, networks="plain, because they need a GPU and bf16")
+    assert "trainer.residual does nothing" in caution
+    assert list(idle_options(recipe, has_start=False, networks="fused, fp32 residual stream")) == []
+
+
 def test_the_guard_of_a_run_from_weights_is_heeded() -> None:
     recipe = load_recipe("massl-tiny", {"data.source": "photos/", "trainer.guard": "stop"})
-    assert list(idle_options(recipe, has_start=True)) == []  # older versions kept the weights in start.json
-    (caution,) = idle_options(recipe, has_start=False)
+    # older versions kept the weights in start.json
+    assert list(idle_options(recipe, has_start=True, networks="plain")) == []
+    (caution,) = idle_options(recipe, has_start=False, networks="plain")
     assert "trainer.guard does nothing: this run starts from random weights" in caution

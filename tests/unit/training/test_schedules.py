@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -87,10 +88,20 @@ def test_a_warm_up_of_a_single_step_starts_at_its_start() -> None:
     assert schedules(warmup_epochs=0.01).at(1).learning_rate == pytest.approx(1e-3)
 
 
+def resolved(given: InitSettings, **facts: Any) -> InitSettings:
+    known: dict[str, Any] = {
+        "weights": "a",
+        "has_head": False,
+        "is_transformer": True,
+        "kept_statistics": False,
+        "epochs": 10,
+    }
+    return given.resolved(**{**known, **facts})
+
+
 def continued(**init: object) -> Schedules:
     given = InitSettings.model_validate({"head_epochs": 1.5, "learning_rate_factor": 0.2, **init})
-    has_head = given.part == "all"
-    return replace(schedules(), init=given.resolved(weights="runs/a", has_head=has_head, epochs=10))
+    return replace(schedules(), init=resolved(given, has_head=given.part == "all"))
 
 
 def test_the_head_learns_first_at_the_full_rate_and_the_backbone_warms_up_to_a_lower_one() -> None:
@@ -127,15 +138,25 @@ def test_without_weights_the_other_values_have_no_effect() -> None:
 
 @pytest.mark.parametrize(("epochs", "head_epochs"), [(4, 0.4), (300, 10.0)])
 def test_a_new_head_gets_a_tenth_of_the_run_and_at_most_ten_epochs(epochs: int, head_epochs: float) -> None:
-    new = InitSettings().resolved(weights="a", has_head=False, epochs=epochs)
+    new = resolved(InitSettings(), epochs=epochs)
     assert (new.part, new.head_epochs, new.fill_memory) == ("backbone", pytest.approx(head_epochs), True)
-    taken = InitSettings().resolved(weights="a", has_head=True, epochs=epochs)
+    taken = resolved(InitSettings(), has_head=True, epochs=epochs)
     assert (taken.part, taken.head_epochs, taken.fill_memory) == ("all", 0.0, None)
 
 
-def test_only_weights_of_other_recipes_learn_at_lower_rates() -> None:
-    for has_head, expected in ((False, (0.75, 0.2)), (True, (1.0, 1.0))):
-        found = InitSettings().resolved(weights="a", has_head=has_head, epochs=10)
+def test_only_transformers_of_other_recipes_learn_at_lower_rates() -> None:
+    for has_head, is_transformer, expected in (
+        (False, True, (0.75, 0.2)),
+        (False, False, (1, 1)),
+        (True, True, (1, 1)),
+    ):
+        found = resolved(InitSettings(), has_head=has_head, is_transformer=is_transformer)
         assert (found.layer_decay, found.learning_rate_factor) == expected
-    given = InitSettings(layer_decay=0.9, learning_rate_factor=0.5).resolved(weights="a", has_head=True, epochs=10)
+    given = resolved(InitSettings(layer_decay=0.9, learning_rate_factor=0.5), has_head=True)
     assert (given.layer_decay, given.learning_rate_factor) == (0.9, 0.5)
+
+
+def test_batch_norms_keep_the_statistics_of_others_and_of_runs_that_kept_them() -> None:
+    for has_head, kept, expected in ((False, False, True), (True, False, False), (True, True, True)):
+        assert resolved(InitSettings(), has_head=has_head, kept_statistics=kept).keep_statistics is expected
+    assert resolved(InitSettings(keep_statistics=False)).keep_statistics is False
