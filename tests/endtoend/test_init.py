@@ -193,8 +193,10 @@ def test_batch_norms_of_other_peoples_weights_keep_their_running_averages_and_us
     overrides = QUIET | backbone | given | {"trainer.max_steps": 2}
     first = massl.pretrain(archive, recipe=recipe, output=tmp_path / "old", overrides=overrides).folder
     expected = open_model(first / "backbone.safetensors").backbone.model.state_dict()
+    own = start("own", first / "backbone.safetensors", steps=1, **given)
+    assert read_yaml(own / "recipe.yaml")["init"]["keep_statistics"] is False
+    given["init.keep_statistics"] = True  # the default for weights of others
     run = start("run", first / "backbone.safetensors", steps=5, **given)
-    assert read_yaml(run / "recipe.yaml")["init"]["keep_statistics"] is True
     for found in backbones(run, 5).values():
         assert all(value.equal(expected[key]) for key, value in found.items() if "running" in key)
         assert any(not value.equal(expected[key]) for key, value in found.items() if "weight" in key)
@@ -202,6 +204,7 @@ def test_batch_norms_of_other_peoples_weights_keep_their_running_averages_and_us
     start("stopped", first / "backbone.safetensors", steps=5, **given)
     for owner, found in backbones(stopped, 5).items():  # used in training too: otherwise a resume would differ
         assert all(value.equal(backbones(run, 5)[owner][key]) for key, value in found.items())
+    del given["init.keep_statistics"]
     again = start("again", run, steps=1, **given)  # a run of the same method goes on as it was trained
     assert read_yaml(again / "recipe.yaml")["init"]["keep_statistics"] is True
 
@@ -313,6 +316,8 @@ def test_a_timm_name_with_a_tag_gives_architecture_colours_and_weights(
     run = start("run", name, steps=1, **given)
     values = read_yaml(run / "recipe.yaml")
     assert (values["backbone"]["name"], values["init"]["weights"]) == (name.partition(".")[0], name)
+    assert values["init"]["keep_statistics"] is True
+    assert values["init"]["layer_decay"] == (0.75 if "vit" in name else 1.0)
     expected = open_model(name).backbone.model.state_dict()
     for found in backbones(run, 1).values():
         assert all(value.equal(expected[key]) for key, value in found.items())

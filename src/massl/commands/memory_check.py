@@ -1,5 +1,7 @@
 """Whether a recipe fits the device, asked before the first step."""
 
+import math
+
 import torch
 from rich.console import Console
 
@@ -13,6 +15,7 @@ from massl.planning.facts import free_memory_gib
 from massl.planning.memory import computed_gib
 from massl.planning.trial import measure_memory, release_gpu
 
+_MARGIN = 1.2  # the count is rough
 _SURE_SHARE = 0.5  # of the free memory: what is less by count needs no trial
 
 
@@ -54,14 +57,19 @@ def measured_memory(recipe: PretrainRecipe, source: ImageSource, device: torch.d
 def too_large(recipe: PretrainRecipe, needed: float, free: float, where: str) -> str:
     """How much is missing, and what to lower, the harmless first."""
     settings, view = recipe.trainer, recipe.views
-    parts = settings.accumulation_steps
-    advice = [f"--trainer.accumulation_steps {parts * 2} (the same batch in more parts)"]
+    # of the batch; a little more than by count, and where an eighth of it did not fit, an eighth of that
+    times = 8 if needed == float("inf") else 2 ** max(1, math.ceil(math.log2(_MARGIN * needed / free)))
+    size = max(1, settings.batch_size // times)
+    parts = min(settings.accumulation_steps * times, settings.batch_size)
+    advice = [f"--trainer.accumulation_steps {parts} (the same batch in more parts)"]
     is_vit = recipe.backbone.name.startswith("vit_")
     if is_vit and not settings.activation_checkpointing:
         advice.append("--trainer.activation_checkpointing True (some time instead of memory)")
-    advice.append(f"--trainer.batch_size {max(1, settings.batch_size // 2)}")
+    advice.append(f"--trainer.batch_size {size}")
     image_size = f" --backbone.image_size {view.global_size // 2}" if is_vit else ""
-    advice.append(f"--views.global_size {view.global_size // 2}{image_size}")
+    advice.append(
+        f"--views.global_size {view.global_size // 2}{image_size}, with one of the others if it is not enough"
+    )
     amount = "far more memory than" if needed == float("inf") else f"about {needed:.1f} GiB, but"
     has = f"{where} has" if needed == float("inf") else f"{where} has {free:.1f} free"
     return f"a step of this run needs {amount} {has}. Lower it by one of: {'; '.join(advice)}"

@@ -17,10 +17,12 @@ from massl.commands.images import open_images
 from massl.commands.memory_check import counted_gib, measured_memory, too_large
 from massl.commands.pretrain_arguments import new_output, parse_pretrain
 from massl.commands.recipe import PretrainRecipe
+from massl.commands.run_messages import cautions_of
 from massl.commands.start import refuse_idle_init, with_network_of
 from massl.commands.timing import WARM_UPS, images_per_epoch, steady_speed
 from massl.config import RecipeError, dotted, flatten
 from massl.data.sources import ImageSource, held_out
+from massl.methods import build_method
 from massl.planning.costs import Speed
 from massl.planning.facts import (
     DeviceFacts,
@@ -61,6 +63,7 @@ class RunPlan:
     memory_gib: float | None  # at the peak; None: on a CPU, of a network whose memory cannot be counted
     free_gib: float  # of the device
     problem: str  # why it cannot fit, and what to lower; "" if it fits
+    cautions: tuple[str, ...]  # of what the run would warn
     speed: Speed
     busy_share: float  # of the cores, by other programs before the trial
     training_seconds: float
@@ -137,6 +140,7 @@ def _cost(
     recipe = _usable(recipe, output, init, given)
     if recipe.data.hold_out > 0:
         source = held_out(source, recipe.data.hold_out)[0]
+    num_images = images_per_epoch(recipe, len(source))
     facts = found.images or look_at_images(source)
     with working(console, "decoding a sample of the images"):
         num_tried, broken = find_unreadable(source, max_side=recipe.data.max_side, seconds=_UNREADABLE_SECONDS)
@@ -152,7 +156,6 @@ def _cost(
             speed = steady_speed(timed, source, facts=facts)
     if speed.memory is not None and not problem:
         gib = speed.memory.peak
-    num_images = images_per_epoch(recipe, len(source))
     steps_per_epoch = num_images // recipe.trainer.batch_size
     steps = min(recipe.trainer.epochs * steps_per_epoch, recipe.trainer.max_steps or sys.maxsize)
     epochs = steps / steps_per_epoch
@@ -166,6 +169,7 @@ def _cost(
         memory_gib=gib,
         free_gib=free,
         problem=problem,
+        cautions=tuple(cautions_of(recipe, build_method(recipe.method, recipe.backbone, seed=0), source)),
         speed=speed,
         busy_share=busy,
         training_seconds=speed.training_seconds(images_per_epoch=num_images, epochs=epochs),
@@ -260,8 +264,8 @@ def plan_lines(planned: RunPlan) -> list[str]:
     lines.append(f"memory: {needs} of {planned.free_gib:.1f} GiB free ({how})")
     speed, cache = planned.speed, ""
     if abs(speed.first_pass / speed.later - 1) > 0.02:
-        cache = f" ({1 / speed.first_pass:,.0f} in the first pass, which decodes and keeps the images)"
-    lines.append(f"speed: {speed.images_per_second:,.0f} images a second{cache}")
+        cache = f" ({_rate(1 / speed.first_pass)} in the first pass, which decodes and keeps the images)"
+    lines.append(f"speed: {_rate(speed.images_per_second)} images a second{cache}")
     if device.kind == "cpu" and planned.busy_share > _BUSY:
         lines.append(f"caution: other programs used {planned.busy_share:.0%} of this CPU; without them it is faster")
     parts = f"{duration_text(planned.training_seconds)} training, {duration_text(planned.probe_seconds)} probes"
@@ -272,8 +276,13 @@ def plan_lines(planned: RunPlan) -> list[str]:
     disk = "not known for this network" if planned.disk_gib is None else f"{planned.disk_gib:.2f} GiB"
     free = shutil.disk_usage(next(folder for folder in planned.output.absolute().parents if folder.exists())).free
     lines.append(f"disk: {disk} for checkpoints in {planned.output}, {free / 2**30:.0f} GiB are free")
+    lines += [f"caution: {caution}" for caution in planned.cautions]
     if planned.problem:
         lines.append(f"it does not fit: {planned.problem}")
-    if planned.command:
+    elif planned.command:
         lines.append(f"start it: {planned.command}")
     return lines
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"

@@ -24,23 +24,20 @@ from massl.commands.run_messages import (
     announce_plan,
     announce_run,
     caution_on_duration,
+    cautions_of,
     idle_options,
     summarise,
-    unseen_pixels,
 )
 from massl.commands.start import Start, decide_start, load_start
 from massl.config import dotted
 from massl.data.identity import identify
 from massl.data.loading.cache import ImageCache
 from massl.data.loading.gpu_decode import jpeg_decoder
-from massl.data.loading.image_reader import label_number
 from massl.data.loading.loader import Loader
 from massl.data.order import EpochOrder
 from massl.data.sources import ImageSource, held_out, home_of, remarks_of
 from massl.methods import build_method
-from massl.methods.base import TrainingPlan
 from massl.nn.backbone import refuse_published_weights
-from massl.nn.token_readout import patch_size
 from massl.training.checkpoint import CheckpointStore
 from massl.training.environment import ENVIRONMENT_FILE, describe_environment
 from massl.training.metrics_log import read_metrics
@@ -148,8 +145,7 @@ def _train(start: Start, source: ImageSource, folder: RunFolder, device: torch.d
     skipped.say = trainer.display.say
     announce_execution(trainer, console)
     idle = idle_options(recipe, has_start=folder.has_start, networks=trainer.execution.networks)
-    unseen = unseen_pixels(recipe.views, patch_size(trainer.method.backbone_to_evaluate()))
-    for caution in (*idle, *unseen, *trainer.method.cautions(_training_plan(recipe, source))):
+    for caution in (*idle, *cautions_of(recipe, trainer.method, source)):
         cautions.add(caution)
     if (duration := caution_on_duration(recipe, trainer, len(source), console)) is not None:
         cautions.add(duration, keep=not steps)
@@ -245,16 +241,6 @@ def _open_probe(
         cache=cache,
         on_skip=on_skip,
         as_before=as_before,
-    )
-
-
-def _training_plan(recipe: PretrainRecipe, source: ImageSource) -> TrainingPlan:
-    return TrainingPlan(
-        num_images=len(source),
-        batch_size=recipe.trainer.batch_size,
-        num_parts=recipe.trainer.accumulation_steps,
-        views=recipe.views,
-        labels=lambda: torch.tensor([label_number(source.label_of(index)) for index in range(len(source))]),
     )
 
 

@@ -12,8 +12,12 @@ from massl import distributed
 from massl.commands.console import print_line, working
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.recipes import shipped_recipes
+from massl.data.loading.image_reader import label_number
+from massl.data.sources import ImageSource
 from massl.data.views import ViewSettings
+from massl.methods.base import Method, TrainingPlan
 from massl.nn.backbone import Backbone
+from massl.nn.token_readout import patch_size
 from massl.reports.run_reader import read_run
 from massl.reports.verdict import verdict
 from massl.training.probes import Probe
@@ -80,6 +84,19 @@ def idle_options(recipe: PretrainRecipe, *, has_start: bool, networks: str) -> I
         yield "trainer.guard does nothing: this run starts from random weights, not from --init MODEL"
     if settings.residual == "fp32" and not networks.startswith("fused"):
         yield f"trainer.residual does nothing: it is for fused kernels, and this run's are {networks}"
+
+
+def cautions_of(recipe: PretrainRecipe, method: Method, source: ImageSource) -> Iterator[str]:
+    """What may be wrong with the settings for these images."""
+    plan = TrainingPlan(
+        num_images=len(source),
+        batch_size=recipe.trainer.batch_size,
+        num_parts=recipe.trainer.accumulation_steps,
+        views=recipe.views,
+        labels=lambda: torch.tensor([label_number(source.label_of(index)) for index in range(len(source))]),
+    )
+    yield from unseen_pixels(recipe.views, patch_size(method.backbone_to_evaluate()))
+    yield from method.cautions(plan)
 
 
 def unseen_pixels(views: ViewSettings, patch: int | None) -> Iterator[str]:

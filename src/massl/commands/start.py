@@ -147,7 +147,7 @@ def _started(recipe: PretrainRecipe, weights: str, given: Collection[str]) -> St
         weights=place,
         has_head=is_own,
         is_transformer=model.backbone.is_transformer,
-        kept_statistics=bool((before.get("init") or {}).get("keep_statistics")),
+        keeps_statistics=not model.is_own or bool((before.get("init") or {}).get("keep_statistics")),
         epochs=recipe.trainer.epochs,
     )
     return Start(recipe=_validated({**values, "init": init.model_dump()}, recipe), model=model)

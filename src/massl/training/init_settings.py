@@ -38,7 +38,7 @@ class InitSettings(Settings):
     keep_statistics: bool | None = Field(
         None,
         description="batch norms of the backbone keep the running averages of the weights and use them in training "
-        "too; default: but for a run of the same method",
+        "too; default: for weights that massl did not train",
     )
     layer_decay: float | None = Field(
         None,
@@ -55,22 +55,22 @@ class InitSettings(Settings):
     )
 
     def resolved(
-        self, *, weights: str, has_head: bool, is_transformer: bool, kept_statistics: bool, epochs: int
+        self, *, weights: str, has_head: bool, is_transformer: bool, keeps_statistics: bool, epochs: int
     ) -> "InitSettings":
         """All values decided, but for `fill_memory` where the memory is taken: it may have another size.
 
-        `has_head`: the weights are a run of the same method; `kept_statistics`: its own value of keep_statistics.
+        `has_head`: the weights are a run of the same method; `keeps_statistics`: the default.
         """
         is_gentle = is_transformer and not has_head
         part = self.part or ("all" if has_head else "backbone")
-        is_new, keep = part == "backbone", kept_statistics or not has_head
+        is_new = part == "backbone"
         head_epochs = min(_MOST_HEAD_EPOCHS, _HEAD_SHARE * epochs) if is_new else 0.0
         return InitSettings(
             weights=weights,
             part=part,
             head_epochs=head_epochs if self.head_epochs is None else self.head_epochs,
             fill_memory=is_new or None if self.fill_memory is None else self.fill_memory,
-            keep_statistics=keep if self.keep_statistics is None else self.keep_statistics,
+            keep_statistics=keeps_statistics if self.keep_statistics is None else self.keep_statistics,
             layer_decay=self.layer_decay or (LAYER_DECAY if is_gentle else 1.0),
             learning_rate_factor=self.learning_rate_factor or (LEARNING_RATE_FACTOR if is_gentle else 1.0),
         )

@@ -55,6 +55,7 @@ class LoadedModel:
     std: tuple[float, float, float]
     crop_ratio: float = PUBLISHED_CROP_RATIO  # centre crop / shorter side of the images; of a run: that of its probes
     imported: str | None = None  # what `massl import` found, if it wrote the file
+    is_own: bool = False  # trained by massl
 
     @property
     def architecture(self) -> str:
@@ -160,7 +161,7 @@ def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int
     if imported is not None:
         origin = f"imported {imported}"
     model = _loaded(backbone, name=name, origin=origin, mean=content.mean, std=content.std)
-    return replace(model, image_size=size, crop_ratio=content.crop_ratio, imported=imported)
+    return replace(model, image_size=size, crop_ratio=content.crop_ratio, imported=imported, is_own=imported is None)
 
 
 def _open_foreign(

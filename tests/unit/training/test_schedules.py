@@ -93,7 +93,7 @@ def resolved(given: InitSettings, **facts: Any) -> InitSettings:
         "weights": "a",
         "has_head": False,
         "is_transformer": True,
-        "kept_statistics": False,
+        "keeps_statistics": False,
         "epochs": 10,
     }
     return given.resolved(**{**known, **facts})
@@ -154,9 +154,3 @@ def test_only_transformers_of_other_recipes_learn_at_lower_rates() -> None:
         assert (found.layer_decay, found.learning_rate_factor) == expected
     given = resolved(InitSettings(layer_decay=0.9, learning_rate_factor=0.5), has_head=True)
     assert (given.layer_decay, given.learning_rate_factor) == (0.9, 0.5)
-
-
-def test_batch_norms_keep_the_statistics_of_others_and_of_runs_that_kept_them() -> None:
-    for has_head, kept, expected in ((False, False, True), (True, False, False), (True, True, True)):
-        assert resolved(InitSettings(), has_head=has_head, kept_statistics=kept).keep_statistics is expected
-    assert resolved(InitSettings(keep_statistics=False)).keep_statistics is False
