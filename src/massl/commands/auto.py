@@ -25,7 +25,7 @@ from massl.data.sources import ImageSource
 from massl.planning.choice import Plan, choose
 from massl.planning.costs import Speed
 from massl.planning.facts import DeviceFacts, ImageFacts, look_at_device, look_at_images
-from massl.planning.rules import NETWORKS, REDUCTION, NetworkRow
+from massl.planning.rules import LEAST_IMAGES, NETWORKS, REDUCTION, NetworkRow
 from massl.training.run_folder import PLAN_FILE
 
 _OF_SPEED = ("backbone.name", "views.global_size", "views.num_local", "trainer.batch_size")
@@ -152,6 +152,11 @@ def _automatic(
     source = training_images(
         validate(PretrainRecipe, merge({}, reading, PretrainRecipe), origin="auto"), may_download=True
     )
+    if len(source) < LEAST_IMAGES:
+        raise RecipeError(
+            f"{len(source)} images are too few to learn from; {LEAST_IMAGES} is the least that auto trains on, and "
+            "some thousands are sensible. Published weights need no training: massl embed NAME.TAG --data ..."
+        )
     facts, plan = plan_images(source, given, init=init)
     recipe = planned_recipe(plan)
     if minutes is None:

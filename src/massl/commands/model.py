@@ -106,6 +106,11 @@ def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[
         seen = f"{model.image_size} px, crop ratio {crop_ratio:g}"
         about = f"{model.kind}, {seen}, {settings.precision}, {device}"
         print_line(console, f"{model.name}: {model.origin}; {about}")
+        if settings.pretrained is None and model.origin.startswith("random weights"):
+            told = f"{model.name} names an architecture; published weights have a tag, as in vit_small_patch16_224.dino"
+            print_line(
+                console, f"caution: {told}. --pretrained False says that random weights are meant", style="yellow"
+            )
         yield (
             Extractor(
                 model=model,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from massl.config import MasslError
@@ -237,4 +237,5 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    content = save({name: tensor.contiguous() for name, tensor in tensors.items()}, metadata={"format": "pt"})
+    path.write_bytes(content)  # safetensors itself writes files that only their owner can read

@@ -108,9 +108,11 @@ def _without_labels(run: Run) -> Verdict:
             reasons.append(f"{words}: {values[0]:{form}} with {run.start_words}, {values[-1]:{form}} {_when(run)}.")
     headline, next_step = "no sign of collapse", _look_at_neighbours(run)
     found = [row["other_view_top1"] for row in run.rows if "other_view_top1" in row]
-    if found and found[-1] < found[0] - chance_margin(found[-1], num_queries=_num_queries(run)):
-        headline = f"images are found again less often than with {run.start_words}"
-        next_step = _look_at_curves(run)
+    if len(found) > 1:
+        margin, change = chance_margin(found[-1], num_queries=_num_queries(run)), found[-1] - found[0]
+        how = "more often than" if change > margin else "less often than" if change < -margin else "as often as"
+        headline = f"images are found again {how} with {run.start_words}"
+        next_step = _look_at_curves(run) if change < -margin else next_step
     headline += "; without labels the accuracy is unknown"
     return Verdict(kind="no labels", headline=headline, reasons=tuple(reasons), next_step=next_step)
 

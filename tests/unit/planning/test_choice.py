@@ -272,6 +272,27 @@ def test_small_images_are_enlarged_for_a_network_whose_last_map_would_be_a_singl
     assert chosen(10_000, 500, device, backbone__name="resnet50").values["views.global_size"] >= expected
 
 
+def test_a_short_run_on_many_images_is_chosen_like_a_run_on_fewer() -> None:
+    whole, short = chosen(300_000, 500), chosen(300_000, 500, trainer__epochs=5)
+    assert (whole.values["backbone.name"], whole.values["views.num_local"]) == ("vit_small_patch16_224", 10)
+    assert (short.values["backbone.name"], short.values["views.num_local"]) == ("resnet18", 0)
+    assert short.num_images == 15_000
+    assert "300,000 images in so short a run" in short.reasons["backbone.name"]
+    for key in ("views.num_local", "method.instance_weight", "method.head.batch_norm", "trainer.batch_size"):
+        assert short.values[key] == chosen(15_000, 500).values[key]
+        assert chosen(300_000, 500, trainer__epochs=200).values[key] == whole.values[key]
+
+
+def test_a_resnet_that_is_named_gets_the_settings_of_resnet18() -> None:
+    for side, row, size in ((500, "resnet18", 112), (32, "resnet18 of thumbnails", 32)):
+        plan = chosen(10_000, side, backbone__name="resnet50")
+        assert planned_recipe(plan).backbone.name == "resnet50"
+        assert plan.values["views.global_size"] == size
+        assert plan.values["optimizer.learning_rate"] == rules.NETWORKS[row].options["optimizer.learning_rate"]
+        assert "as measured with ResNet-18" in plan.reasons["optimizer.learning_rate"]
+    assert chosen(10_000, 500, backbone__name="convnext_tiny").values["optimizer.learning_rate"] == pytest.approx(7e-4)
+
+
 @pytest.mark.parametrize("patch", [7, 14, 16])
 def test_views_are_whole_patches_of_a_given_size(patch: int) -> None:
     for number in (5_000, 2_000_000):

@@ -154,6 +154,7 @@ def test_without_labels_the_verdict_says_that_accuracy_is_unknown(judge: Judge) 
     assert found.kind == "no labels"
     assert "unknown" in found.headline
     assert "50.0 with random weights, 52.0 at the end" in words(found)
+    assert found.headline.startswith("images are found again as often as with random weights")
     assert "neighbours" in found.next_step.command
     assert judge([None, None], effective_rank=1.0).kind == "collapsed"
 

@@ -75,10 +75,10 @@ class Report:
 
 
 def report(
-    runs: Sequence[str | Path],
+    runs: str | Path | Sequence[str | Path],
     *,
     output: str | Path,
-    results: Sequence[str | Path] = (),
+    results: str | Path | Sequence[str | Path] = (),
     data_set: str | None = None,
     figures: bool = True,
     data: str | Path | None = None,
@@ -86,15 +86,19 @@ def report(
 ) -> Report:
     """Write a page about the folders of `massl pretrain`, `massl compare` and `massl ablate`."""
     values = {
-        "runs": [str(folder) for folder in runs],
+        "runs": _names(runs),
         "output": str(output),
-        "results": [str(folder) for folder in results],
+        "results": _names(results),
         "data_set": data_set,
         "figures": figures,
         "data": None if data is None else str(data),
         "device": device,
     }
     return run_report(validate(ReportSettings, values, origin="report"))
+
+
+def _names(folders: str | Path | Sequence[str | Path]) -> list[str]:
+    return [str(folder) for folder in ([folders] if isinstance(folders, str | Path) else folders)]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -181,6 +181,10 @@ def refuse_excess(data: bytes, rules: ReadRules) -> None:
         pass
 
 
+# Pillow warns of what `max_megapixels` refuses or allows anyway.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
 @contextlib.contextmanager
 def _opened(data: bytes, rules: ReadRules) -> Iterator[Image.Image]:
     """The picture with its header read, and nothing decoded."""

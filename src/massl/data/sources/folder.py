@@ -47,6 +47,8 @@ class FolderSource:
         if not root.is_dir():
             problem = "is a file, not a folder" if root.exists() else "does not exist"
             raise DataError(f"{root} {problem}; expected a folder of images")
+        if all((root / name).is_file() for name in ("recipe.yaml", "backbone.safetensors")):
+            raise DataError(f"{root} is a run of massl, not images; to continue it: massl pretrain --output {root}")
         self.name = name
         self.rules = rules
         self.maybe_deep = array("q")  # images that may have more than 8 bits, by their suffix
