@@ -145,9 +145,19 @@ def test_runs_are_named_after_their_images(data: str, name: str) -> None:
         (["pretrain", "photos", "--method.name", "dino"], "auto chooses for method massl; .* --recipe dino-tiny"),
         (["pretrain", "nowhere"], "nowhere does not exist"),
         (["plan", "photos", "--recipe", "auto", "--trainer.batch_size", "x"], "expected a whole number"),
+        (["plan", "photos", "--views.num_global", "1"], "set views.num_global to 2 or more"),
+        (["plan", "photos", "--recipe", "massl-tiny"], "48 images make no batch of 128"),
+        (["pretrain", "few"], "12 images are too few to learn from"),
+        (["pretrain", "run"], "run is a run of massl, not images; to continue it: massl pretrain --output run"),
     ],
 )
-def test_what_cannot_be_planned_is_said(photos: Path, massl_here: Any, arguments: list[str], message: str) -> None:
+def test_what_cannot_be_planned_is_said(
+    photos: Path, make_folder: Callable[..., Path], massl_here: Any, arguments: list[str], message: str
+) -> None:
+    make_folder("few", 12, classes=2)
+    run = make_folder("run", 2, classes=1)
+    for name in ("recipe.yaml", "backbone.safetensors"):
+        (run / name).touch()
     answer = massl_here(*arguments)
     assert answer.status in (1, 2)
     assert re.search(message, answer.text), answer.text

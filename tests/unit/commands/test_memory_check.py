@@ -49,6 +49,17 @@ def test_a_gpu_with_plenty_of_room_is_not_tried(
     require_memory(recipe, source, GPU, console)
 
 
+def test_the_advice_is_large_enough(
+    recipe: PretrainRecipe, source: ImageSource, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for needed, parts in ((13, 2), (100, 16), (float("inf"), 8)):
+        having(monkeypatch, 12, measured=needed)
+        with pytest.raises(RecipeError) as refused:
+            require_memory(recipe, source, GPU, console)
+        assert f"accumulation_steps {parts} " in str(refused.value)
+        assert f"batch_size {256 // parts};" in str(refused.value)
+
+
 def test_near_the_limit_a_trial_decides(
     recipe: PretrainRecipe, source: ImageSource, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

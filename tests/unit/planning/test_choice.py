@@ -15,6 +15,7 @@ from massl.data.sources import open_source
 from massl.nn.backbone import BackboneSettings
 from massl.planning import rules
 from massl.planning.choice import Plan, choose
+from massl.planning.costs import Speed
 from massl.planning.facts import DeviceFacts, ImageFacts
 from massl.planning.memory import checkpoint_gib, computed_gib
 from scripts.auto_table import DEVICES, IMAGES, PAGE, SIDES, device_of, images_of, page_with_table
@@ -326,3 +327,24 @@ def test_weights_to_start_from_get_the_settings_measured_with_their_network(
     assert planned_recipe(plan).backbone.stem == stem
     assert plan.values["views.global_size"] == (28 if stem else 112)
     assert plan.values["optimizer.learning_rate"] == rules.NETWORKS[network].options["optimizer.learning_rate"]
+
+
+def test_minutes_that_are_few_for_the_images_are_planned_as_a_short_run_and_stay_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timed: list[str] = []
+    epochs = iter([5, 90])  # the smaller network is faster: as a number of epochs that alone would be a long run
+
+    def trial(recipe: Any, *_: Any) -> tuple[Speed, int, str]:
+        timed.append(recipe.backbone.name)
+        return Speed(first_pass=1.0, later=1.0), next(epochs), "they fill 30 minutes"
+
+    monkeypatch.setattr(auto, "training_images", lambda recipe, may_download: range(300_000))
+    monkeypatch.setattr(auto, "look_at_images", lambda source: images_of(300_000, 500))
+    monkeypatch.setattr(auto, "look_at_device", lambda device: GPU)
+    monkeypatch.setattr(auto, "_trial", trial)
+    found = auto.resolve(None, data="photos", overrides={}, minutes=30, quiet=True)
+    assert timed == ["vit_small_patch16_224", "resnet18"]
+    assert (found.recipe.backbone.name, found.recipe.trainer.epochs) == ("resnet18", 90)
+    assert found.plan is not None
+    assert found.plan.reasons["trainer.epochs"] == "they fill 30 minutes"
