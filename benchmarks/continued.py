@@ -26,9 +26,10 @@ from massl.config import MasslError, read_yaml
 from massl.training.init_settings import LAYER_DECAY, LEARNING_RATE_FACTOR
 from massl.weights.models import open_model
 
-# For weights that another recipe made. A run of the same method is by default taken whole, and learns at its own rates.
+# The gentlest start, which transformers of others get. A run of the same method is by default taken whole, at its own rates.
 _BACKBONE = {
     "init.part": "backbone",
+    "init.keep_statistics": True,
     "init.layer_decay": LAYER_DECAY,
     "init.learning_rate_factor": LEARNING_RATE_FACTOR,
 }
@@ -38,12 +39,14 @@ _CONTINUED: dict[str, dict[str, Any]] = {
     "continued, backbone only": _BACKBONE,
     "  without head first": _BACKBONE | {"init.head_epochs": 0.0},
     "  without filled memory": _BACKBONE | {"init.fill_memory": False},
+    "  without kept statistics": _BACKBONE | {"init.keep_statistics": False},
     "  without layer decay": _BACKBONE | {"init.layer_decay": 1.0},
     "  without lower rate": _BACKBONE | {"init.learning_rate_factor": 1.0},
     "  without all of these": _BACKBONE
     | {
         "init.head_epochs": 0.0,
         "init.fill_memory": False,
+        "init.keep_statistics": False,
         "init.layer_decay": 1.0,
         "init.learning_rate_factor": 1.0,
     },

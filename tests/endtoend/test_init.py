@@ -224,6 +224,25 @@ def test_architecture_and_colours_come_from_the_model_and_what_is_named_must_agr
         start("other", old / "backbone.safetensors", **{"init.part": "all"})
 
 
+def test_a_run_from_a_run_that_had_weights_itself_takes_all_of_it(
+    old: Path, start: Any, archive: Path, massl_here: Any, tmp_path: Path
+) -> None:
+    first = start("first", old / "backbone.safetensors", steps=1)
+    assert read_yaml(first / "recipe.yaml")["init"]["part"] == "backbone"
+    options = ["--trainer.max_steps", "1", "--data.source", str(archive)]
+    answer = massl_here("pretrain", "--init", str(first), "--output", str(tmp_path / "second"), *options)
+    assert answer.status == 0, answer.text
+    assert "starting from all weights of" in answer.text
+    init = read_yaml(tmp_path / "second" / "recipe.yaml")["init"]
+    assert (init["part"], init["head_epochs"], init["learning_rate_factor"]) == ("all", 0.0, 1.0)
+
+
+def test_a_head_of_another_shape_learns_before_the_backbone(old: Path, start: Any) -> None:
+    run = start("run", old, steps=1, **{"method.head.out_dim": 24})
+    init = read_yaml(run / "recipe.yaml")["init"]
+    assert (init["part"], init["fill_memory"], init["learning_rate_factor"]) == ("backbone", True, 0.2)
+
+
 def test_a_recipe_alone_opens_no_weights(old: Path, start: Any, archive: Path, tmp_path: Path) -> None:
     run = start("run", old, steps=1)
     with pytest.raises(MasslError, match="only if you name them: init"):

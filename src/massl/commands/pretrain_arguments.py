@@ -18,6 +18,7 @@ from massl.config import RecipeError, UsageError, dotted, flatten, merge, valida
 from massl.methods import METHODS
 from massl.planning.choice import choose
 from massl.planning.facts import DeviceFacts, ImageFacts
+from massl.training.init_settings import InitSettings
 
 DESCRIPTION = f"""Learn visual features from unlabelled images.
 
@@ -80,6 +81,8 @@ def parse_pretrain(arguments: Sequence[str], *, command: str = "pretrain", descr
     run = output or (str(new_output(data) if command == "plan" else default_output(data)) if data else None)
     is_auto = name == AUTO or (name is None and not _has_recipe(run) and not _has_recipe(start))
     recipe = _base_recipe(arguments, name, run, start, data, is_auto=is_auto, is_help=is_help)
+    if start and recipe.init.weights not in (None, start, str(Path(start).expanduser().resolve())):
+        recipe = recipe.model_copy(update={"init": InitSettings()})  # it was decided for other weights
     # Only the chosen method's options; the rest would clutter --help.
     arguments_type = create_model(
         "PretrainArguments", __base__=PretrainArguments, method=(type(recipe.method), recipe.method)

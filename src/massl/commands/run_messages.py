@@ -82,6 +82,8 @@ def idle_options(recipe: PretrainRecipe, *, has_start: bool, networks: str) -> I
         yield f"trainer.{name} does nothing: this run has no probes (probes.every_epochs 0)"
     elif has_guard and recipe.init.weights is None and not has_start:
         yield "trainer.guard does nothing: this run starts from random weights, not from --init MODEL"
+    if recipe.init.weights is not None and (recipe.init.head_epochs or 0) >= settings.epochs:
+        yield f"init.head_epochs {recipe.init.head_epochs:g} is the whole run: only the head learns"
     if settings.residual == "fp32" and not networks.startswith("fused"):
         yield f"trainer.residual does nothing: it is for fused kernels, and this run's are {networks}"
 

@@ -27,6 +27,7 @@ from massl.weights.io import own_image_size
 from massl.weights.models import LoadedModel, open_model
 
 _CHECKPOINTS = "checkpoints"
+_HEADS = ("head", "projector", "predictor", "prototypes", "decoder")  # sections of the methods
 _NO_OPTIONS = ("model_name", "num_classes", "img_size", "patch_size", "stem")
 
 
@@ -130,6 +131,7 @@ def _started(recipe: PretrainRecipe, weights: str, given: Collection[str]) -> St
     run = _run_of(path)
     before = {} if run is None else read_yaml(run / "recipe.yaml")
     is_own = run is not None and method_of(before) == recipe.method.name
+    has_head = is_own and run is not None and _has_same_heads(recipe, _recorded(run))
     if recipe.init.part == "all" and not is_own:
         raise RecipeError(
             f"--init.part all: {weights} is no run of {recipe.method.name}, so it has no head for it; leave it out"
@@ -145,12 +147,18 @@ def _started(recipe: PretrainRecipe, weights: str, given: Collection[str]) -> St
         wanted = InitSettings(**{key: value for key, value in dict(wanted).items() if f"init.{key}" in given})
     init = wanted.resolved(
         weights=place,
-        has_head=is_own,
+        has_head=has_head or (is_own and recipe.init.part == "all"),
         is_transformer=model.backbone.is_transformer,
         keeps_statistics=not model.is_own or bool((before.get("init") or {}).get("keep_statistics")),
         epochs=recipe.trainer.epochs,
     )
     return Start(recipe=_validated({**values, "init": init.model_dump()}, recipe), model=model)
+
+
+def _has_same_heads(recipe: PretrainRecipe, other: PretrainRecipe | None) -> bool:
+    """Whether the heads of two recipes of one method have the same shapes; a new one must learn before the backbone."""
+    heads = [getattr(recipe.method, name, None) for name in _HEADS]
+    return other is None or heads == [getattr(other.method, name, None) for name in _HEADS]
 
 
 def _opened(weights: str) -> LoadedModel:

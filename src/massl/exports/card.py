@@ -85,9 +85,11 @@ def model_card(
     num_weights = sum(parameter.numel() for parameter in job.backbone.model.parameters())
     method = f" by the method {escaped(run.method)}" if run is not None else ""
     difference = f"{written.difference:.1e}" if written.difference else "0"
+    trained = f"trained with massl{method}"
+    if model.imported is not None:
+        trained = f"of another project, converted by massl ({escaped(model.imported)})"
     about = [
-        f"A vision backbone, trained with massl{method}. It turns an image into {job.backbone.dim} features; it has no "
-        "classifier.",
+        f"A vision backbone, {trained}. It turns an image into {job.backbone.dim} features; it has no classifier.",
         _table(
             [
                 ("architecture", f"{model.architecture} (timm: {job.architecture})"),

@@ -206,7 +206,8 @@ def _train_on(run: Run) -> NextStep:
         command = _command(*run.launcher, "pretrain", "--output", folder, *options)
         return NextStep("train to the end of the schedule", command)
     options = ("--trainer.epochs", str(2 * run.num_epochs))
-    command = _command(*run.launcher, "pretrain", "--recipe", recipe, "--output", f"{folder}-longer", *options)
+    start = ("--init", folder) if run.is_continued else ("--recipe", recipe)
+    command = _command(*run.launcher, "pretrain", *start, "--output", f"{folder}-longer", *options)
     return NextStep("train longer, in a new folder", command)
 
 
