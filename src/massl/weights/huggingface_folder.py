@@ -1,4 +1,4 @@
-"""A folder of Hugging Face's `transformers`: config.json, weights, and preprocessor_config.json if there is one.
+"""A folder of the Hugging Face Hub: config.json and weights, of `transformers` or of timm.
 
 The folder may be a stranger's: files are bounded, values are checked, and nothing in it is executed or downloaded.
 """
@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import timm
 from torch import Tensor
 
 from massl.data.evaluation.views import MAX_SIDE
 from massl.json_lines import read_json
+from massl.nn.positions import ResamplingRule
 from massl.weights.facts import WeightsError, are_three_numbers, for_message, is_number
 from massl.weights.io import BACKBONE_FILE, read_pickled, read_safetensors
 
@@ -38,27 +40,70 @@ class ForeignFile:
     checkpoint: Any
     num_bytes: int
     num_heads: int | None = None
+    timm_name: str | None = None  # of the architecture
     timm_options: dict[str, Any] = field(default_factory=dict)  # of the architecture; tensors do not tell them
+    position_resampling: ResamplingRule | None = None  # None: the usual rule of such files
     mean: Colours | None = None  # of its images
     std: Colours | None = None
     crop_ratio: float | None = None
 
 
 def read_hub_folder(path: Path) -> ForeignFile | None:
-    """The model in a folder of transformers, or in its model.safetensors; None if `path` is neither."""
+    """The model in a folder of transformers or timm, or in its model.safetensors; None if `path` is neither."""
     is_folder = path.is_dir()
     folder = path if is_folder else path.parent
     is_named = (is_folder and not (path / BACKBONE_FILE).exists()) or path.name in (_WEIGHTS, _INDEX, _PICKLED)
     if not is_named or not (folder / "config.json").is_file():
         return None
     config = _json_object(folder / "config.json")
+    if _kind(config) not in _EPS_OF and "architecture" in config:
+        return _of_timm(path, folder, config)
     if not is_folder and _kind(config) not in _EPS_OF:
-        return None  # the file may have another layout, timm's for example
+        return None  # the file may have another layout
     heads, options = _architecture(config, folder)
     tensors, num_bytes = _read_weights(folder)
     return ForeignFile(
         path=path, checkpoint=tensors, num_bytes=num_bytes, num_heads=heads, timm_options=options, **_images(folder)
     )
+
+
+def _of_timm(path: Path, folder: Path, config: Mapping[str, Any]) -> ForeignFile:
+    """What timm's `save_for_hf` writes, and `massl export --to timm`."""
+    file, name = folder / "config.json", config["architecture"]
+    if not isinstance(name, str) or not timm.is_model(name):
+        raise WeightsError(f"{file} names the architecture {_shown(name)!r}, which timm does not have")
+    options, published = config.get("model_args") or {}, config.get("pretrained_cfg") or {}
+    if not isinstance(options, dict) or not isinstance(published, dict):
+        raise WeightsError(f"{file} is damaged: expected objects as model_args and pretrained_cfg")
+    options = {key: value for key, value in options.items() if key != "num_classes"}
+    if isinstance(size := options.get("img_size"), list):
+        if len(size) != 2 or size[0] != size[1]:
+            raise WeightsError(f"{file} describes images of {_shown(size)} px; massl reads square ones")
+        options["img_size"] = size[0]
+    mean: Any = published.get("mean")
+    std: Any = published.get("std")
+    crop: Any = published.get("crop_pct")
+    if not are_three_numbers(mean) or not are_three_numbers(std) or min(std) <= 0:
+        raise WeightsError(f"{file} is damaged: expected mean, three numbers, and std, three above 0")
+    tensors, num_bytes = _read_weights(folder)
+    tag = str(published.get("tag", ""))
+    is_timms = "pos_embed" in tensors and tag != "massl" and follows_timms_rule(name, tag)
+    return ForeignFile(
+        path=path,
+        checkpoint=tensors,
+        num_bytes=num_bytes,
+        timm_name=name,
+        timm_options=options,
+        position_resampling="timm" if is_timms else None,
+        mean=(float(mean[0]), float(mean[1]), float(mean[2])),
+        std=(float(std[0]), float(std[1]), float(std[2])),
+        crop_ratio=float(crop) if is_number(crop) and 0 < crop <= 1 else None,
+    )
+
+
+def follows_timms_rule(architecture: str, tag: str) -> bool:
+    """Whether timm's published weights were trained with its rule for positions, not with DINO's."""
+    return tag != "dino" and not ("dinov2" in architecture and "_reg" not in architecture)
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -79,8 +124,6 @@ def _architecture(config: Mapping[str, Any], folder: Path) -> tuple[int | None, 
     """Attention heads and further options of timm's model; refused: what timm's model does not compute."""
     kind, file = _kind(config), folder / "config.json"
     if kind not in _EPS_OF:
-        if "architecture" in config:
-            raise WeightsError(f"{folder} is a folder of timm; give the weights file in it, {folder / _WEIGHTS}")
         known = ", ".join(sorted(_EPS_OF))
         raise WeightsError(
             f"{file} has the model_type {for_message(kind)!r}; massl reads these of transformers: {known}"

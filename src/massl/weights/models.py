@@ -22,7 +22,7 @@ from massl.nn.backbone import Backbone
 from massl.nn.positions import ResamplingRule
 from massl.nn.timm_models import create_timm_model
 from massl.weights.facts import WeightsError, for_message
-from massl.weights.huggingface_folder import ForeignFile, read_hub_folder
+from massl.weights.huggingface_folder import ForeignFile, follows_timms_rule, read_hub_folder
 from massl.weights.io import (
     BackboneContent,
     backbone_content,
@@ -174,13 +174,13 @@ def _open_foreign(
 ) -> LoadedModel:
     if num_heads is not None and file.num_heads not in (None, num_heads):
         raise WeightsError(f"{file.path} has {file.num_heads} attention heads, not {num_heads}; omit --num_heads")
-    architecture, _, tag = (timm_name or "").partition(".")
+    architecture, _, tag = (timm_name or file.timm_name or "").partition(".")
     found = backbone_of(
         file.checkpoint,
         origin=str(file.path),
         num_heads=num_heads or file.num_heads,
         timm_name=architecture or None,
-        position_resampling=position_resampling,
+        position_resampling=position_resampling or file.position_resampling,
     )
     network = found.network
     arguments = {**network.timm_arguments, **file.timm_options}
@@ -215,9 +215,7 @@ def _open_timm(name: str, *, num_heads: int | None, pretrained: bool | None) -> 
     backbone = _empty_backbone(arguments, create_timm_model)
     config: Any = backbone.model.default_cfg
     tag = str(config["tag"]) if is_published else ""
-    # the rule of those who trained the weights
-    is_dino = tag == "dino" or ("dinov2" in architecture and "_reg" not in architecture)
-    if is_published and backbone.position_resampling is not None and not is_dino:
+    if is_published and backbone.position_resampling is not None and follows_timms_rule(architecture, tag):
         backbone = _empty_backbone({**arguments, "position_resampling": "timm"}, create_timm_model)
     backbone = _with_class_token(backbone)
     origin = f"random weights (timm's {name}, seed 0)"

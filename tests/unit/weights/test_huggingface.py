@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -197,6 +198,40 @@ def test_what_massl_exports_to_transformers_it_reads_again_without_a_difference(
     assert torch.equal(own(images(32, 32)).pooled, from_folder.backbone(images(32, 32)).pooled)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "tag", "rule"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64}, "augreg_in21k", "timm"),
+        ("vit_tiny_patch16_224", {"depth": 2, "img_size": 64}, "dino", "dino"),
+        ("resnet10t", {}, "c3_in1k", None),
+    ],
+)
+@torch.inference_mode()
+def test_a_folder_of_timm_has_its_own_network_colours_and_rule(
+    name: str, options: dict[str, Any], tag: str, rule: str | None, tmp_path: Path
+) -> None:
+    theirs = timm.create_model(name, num_classes=0, **options).eval()
+    about = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.3], "crop_pct": 0.9, "tag": tag}
+    config = {"architecture": name, "num_classes": 0, "model_args": options, "pretrained_cfg": about}
+    save_file(theirs.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        found = open_model(path)
+        assert (found.mean, found.std, found.crop_ratio) == ((0.5, 0.4, 0.3), (0.2, 0.2, 0.3), 0.9)
+        assert found.backbone.position_resampling == rule
+        batch = images(64, 64)
+        torch.testing.assert_close(found.backbone(batch).pooled, theirs(batch), rtol=1e-4, atol=1e-4)
+    for change, message in (
+        ({"model_args": {**options, "checkpoint_path": "/etc/passwd"}}, "checkpoint_path is no option"),
+        ({"model_args": {"img_size": [64, 32]}}, "massl reads square ones"),
+        ({"pretrained_cfg": {"mean": ["x"] * 3}}, "is damaged: expected mean"),
+        ({"architecture": "hf-hub:a/b"}, "which timm does not have"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(WeightsError, match=message):
+            open_model(tmp_path)
+
+
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 QUERY, KEY = (f"encoder.layer.1.attention.attention.{part}" for part in ("query", "key"))
 DAMAGES: dict[str, tuple[str, Change, str]] = {
@@ -205,7 +240,7 @@ DAMAGES: dict[str, tuple[str, Change, str]] = {
     "timm's folder": (
         "ViT",
         lambda c, s: (c.clear(), c.update(architecture="x")),
-        "is a folder of timm; give the weights",
+        "names the architecture 'x', which timm does not have",
     ),
     "other eps": ("ViT", lambda c, s: c.update(layer_norm_eps=1e-3), "layer_norm_eps 0.001 instead of 1e-06"),
     "huge eps": ("ViT", lambda c, s: c.update(layer_norm_eps=10**400), "layer_norm_eps 1000"),
