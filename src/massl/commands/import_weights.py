@@ -35,7 +35,8 @@ class ImportSettings(Settings):
         tyro.conf.Positional[str],
         Field(
             description="weights or checkpoint (.pth .pt .bin .safetensors) of DINO, DINOv2, DINOv3, iBOT, MaSSL, "
-            "MoCo, SwAV, MAE, DeiT, ConvNeXt, torchvision (ResNets, ConvNeXt) or timm; or a folder of transformers"
+            "MoCo, SwAV, MAE, DeiT, ConvNeXt, torchvision (ResNets, ConvNeXt) or timm; or a folder of transformers or "
+            "timm"
         ),
     ]
     output: str = Field(description="folder to write; it must not exist")

@@ -48,6 +48,9 @@ and disk that it needs, and the command that starts it. Speed and memory are mea
 Defaults shown are those of --recipe or, without one, what auto chooses for {example}."""
 _UNREADABLE_SECONDS = 2.0
 _BUSY = 0.3
+# Before the first step, and files: on an H200 eleven runs took 1 to 8 seconds more than their steps and probes,
+# docs/results/auto.md.
+_START_SECONDS = {"cuda": 4.0, "cpu": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,7 @@ class RunPlan:
 
     @property
     def seconds(self) -> float:
-        return self.training_seconds + self.probe_seconds
+        return _START_SECONDS[self.device.kind] + self.training_seconds + self.probe_seconds
 
 
 def plan(

@@ -156,8 +156,8 @@ def _choose_trainer(plan: Plan, images: ImageFacts, device: DeviceFacts, limits:
     plan.set("trainer.batch_size", min(size, n), why)
     plan.set("trainer.accumulation_steps", 1, "")
     plan.set("trainer.activation_checkpointing", False, "")
-    cpu = device.kind == "cpu"
-    plan.set("trainer.precision", "fp32" if cpu else "bf16", "CPUs are fastest in fp32" if cpu else "")
+    slow = "CPUs are fastest in fp32" if device.kind == "cpu" else "" if device.has_bf16 else "this GPU has no bfloat16"
+    plan.set("trainer.precision", "fp32" if slow else "bf16", slow)
     passes = (
         f"{plan.because('epochs')}{'; a CPU is slow, so it gets fewer of them than a GPU' if limits.epochs < 1 else ''}"
     )

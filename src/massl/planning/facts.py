@@ -59,6 +59,7 @@ class DeviceFacts:
     num_cores: int  # for this process
     host_gib: float  # for this process
     num_processes: int = 1
+    has_bf16: bool = True  # matrix products in bfloat16, from Ampere on
 
 
 def look_at_images(source: ImageSource) -> ImageFacts:
@@ -123,6 +124,7 @@ def look_at_device(device: torch.device) -> DeviceFacts:
         num_cores=max(1, _usable_cores() // on_this_machine),
         host_gib=host_gib,
         num_processes=num_processes,
+        has_bf16=is_gpu and torch.cuda.is_bf16_supported(including_emulation=False),
     )
 
 
