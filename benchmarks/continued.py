@@ -26,7 +26,7 @@ from massl.config import MasslError, read_yaml
 from massl.training.init_settings import LAYER_DECAY, LEARNING_RATE_FACTOR
 from massl.weights.models import open_model
 
-# The gentlest start, which transformers of others get. A run of the same method is by default taken whole, at its own rates.
+# The gentlest start, which transformers of others get. A run of the same method is taken whole, at full rates.
 _BACKBONE = {
     "init.part": "backbone",
     "init.keep_statistics": True,

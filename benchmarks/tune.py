@@ -13,8 +13,10 @@ seed: in the same folder it refuses a second setting of the same recipe. The set
 """
 
 import argparse
+import itertools
 import json
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_length(trying)
     trying.add_argument("--hold_out", default=0.1, type=float, help="share of the training images to score on")
     trying.add_argument("--probes", default=2, type=int, help="probes at equal distances; the last is the score")
-    trying.add_argument("--seed", default=0, type=int)
+    trying.add_argument("--seeds", default=[0], type=int, nargs="+", help="of each setting")
     trying.add_argument("--output", required=True, type=Path)
     trying.add_argument("--budget", default=math.inf, type=float, help="start no setting after this many seconds")
     final = commands.add_parser("final", help="score one setting on the test images")
@@ -73,21 +75,23 @@ def try_settings(chosen: argparse.Namespace) -> None:
     done = {row["run"] for row in rows}
     started = time.monotonic()
     num_held = len(held_out(open_source(chosen.data), chosen.hold_out)[1])
-    for setting in settings:
-        run = f"{setting['name']}-{length_name(chosen)}-s{chosen.seed}"
+    for seed, setting in itertools.product(chosen.seeds, settings):
+        run = f"{setting['name']}-{length_name(chosen)}-s{seed}"
         if run in done:
             continue
         if time.monotonic() - started > chosen.budget:
             print(f"not tried, the budget is spent: {run}", flush=True)
             continue
-        rows.append(one_try(setting, run, chosen, num_held))
+        rows.append(one_try(setting, run, chosen, num_held, seed=seed))
         with (chosen.output / _TRIED).open("a", encoding="utf-8") as file:
             file.write(json.dumps(rows[-1]) + "\n")
         write_atomically(chosen.output / _TABLE, table(rows))
         print(json.dumps(rows[-1]), flush=True)
 
 
-def one_try(setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, num_held: int) -> dict[str, Any]:
+def one_try(
+    setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, num_held: int, *, seed: int
+) -> dict[str, Any]:
     """Train one setting; its row, also if it fails."""
     overrides = {
         "data.source": chosen.data,
@@ -100,13 +104,13 @@ def one_try(setting: Mapping[str, Any], run: str, chosen: argparse.Namespace, nu
     }
     row: dict[str, Any] = {"run": run, "setting": setting["name"], "recipe": setting["recipe"]}
     row |= {"set": setting.get("set", {}), "predicted": setting.get("predicted")}
-    row |= {"seed": chosen.seed, "held_out": num_held}
+    row |= {"seed": seed, "held_out": num_held}
     folder = chosen.output / "runs" / run
     try:
         if (folder / "recipe.yaml").exists():  # an interrupted run goes on
             recipe = load_recipe(folder / "recipe.yaml")
         else:
-            overrides = with_length(setting, overrides, chosen, seed=chosen.seed)
+            overrides = with_length(setting, overrides, chosen, seed=seed)
             every_epochs = overrides["trainer.epochs"] / chosen.probes
             recipe = load_recipe(setting["recipe"], {**overrides, "probes.every_epochs": every_epochs})
         row |= {"epochs": recipe.trainer.epochs} | ({"minutes": chosen.minutes} if chosen.minutes else {})
@@ -249,7 +253,31 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         scores = " ".join(f"{top1:.1f}" for top1 in row["knn"].values())
         rest = f"{row['standard_error']:.1f} | {row['effective_rank']} | {row['images_per_second']:,.0f}"
         lines.append(f"{start}| {scores} | {rest} | {row['recipe']}: {changes} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_means(rows)]) + "\n"
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each setting that has several seeds of one length."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if "failed" not in row:
+            groups.setdefault((row["setting"], *_length(row)), []).append(row)
+    several = {key: group for key, group in groups.items() if len(group) > 1}
+    lines = [
+        "",
+        "| setting | seeds | mean k-NN in %, standard error of the mean | images/s | GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for (name, *_), group in several.items():
+        scores = [[*row["knn"].values()][-1] for row in group]
+        error = statistics.stdev(scores) / math.sqrt(len(scores))
+        speed = statistics.median(row["images_per_second"] for row in group)
+        gib = max((row["peak_gib"] for row in group if row.get("peak_gib")), default=None)
+        told = "" if gib is None else f"{gib:.1f}"
+        lines.append(
+            f"| {name} | {len(group)} | {statistics.fmean(scores):.1f} ± {error:.1f} | {speed:,.0f} | {told} |"
+        )
+    return lines if several else []
 
 
 def _length(row: Mapping[str, Any]) -> tuple[bool, float]:

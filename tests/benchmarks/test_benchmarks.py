@@ -327,11 +327,17 @@ def test_tune_scores_on_held_out_training_images_and_tests_one_setting_of_a_reci
 
     monkeypatch.setattr(programs["tune"], "pretrain", interrupted)
     with pytest.raises(SystemExit, match="interrupted; the same command goes on"):
-        programs["tune"].main(["try", "--settings", str(settings), *data, "--seed", "1"])
+        programs["tune"].main(["try", "--settings", str(settings), *data, "--seeds", "0", "1"])
     assert json.loads((output / "tried.jsonl").read_text().splitlines()[-1]) == row
     monkeypatch.setattr(programs["tune"], "pretrain", pretrain)
-    programs["tune"].main(["try", "--settings", str(settings), *data, "--seed", "1"])
+    programs["tune"].main(["try", "--settings", str(settings), *data, "--seeds", "0", "1"])
     assert json.loads((output / "tried.jsonl").read_text().splitlines()[-1])["seed"] == 1
+    rows = [json.loads(line) for line in (output / "tried.jsonl").read_text().splitlines()]
+    name = rows[-1]["setting"]
+    scores = [[*row["knn"].values()][-1] for row in rows if row["setting"] == name and "minutes" not in row]
+    assert len(scores) == 2
+    mean, error = sum(scores) / 2, abs(scores[0] - scores[1]) / 2
+    assert f"| {name} | 2 | {mean:.1f} ± {error:.1f} |" in (output / "tried.md").read_text()
 
     settings.write_text("- {name: a, recipe: demo-vit, set: {probes.queries: demo:test}}\n")
     with pytest.raises(SystemExit, match=r"probes\.queries"):
