@@ -270,7 +270,8 @@ def plan_lines(planned: RunPlan) -> list[str]:
         cache = f" ({_rate(1 / speed.first_pass)} in the first pass, which decodes and keeps the images)"
     lines.append(f"speed: {_rate(speed.images_per_second)} images a second{cache}")
     if device.kind == "cpu" and planned.busy_share > _BUSY:
-        lines.append(f"caution: other programs used {planned.busy_share:.0%} of this CPU; without them it is faster")
+        busy = f"other programs used {planned.busy_share:.0%} of this CPU; without them it is faster"
+        lines.append(f"caution: {busy}. Beside them OMP_WAIT_POLICY=PASSIVE massl ... often helps")
     parts = f"{duration_text(planned.training_seconds)} training, {duration_text(planned.probe_seconds)} probes"
     lines.append(
         f"time: {duration_text(planned.seconds)} ({planned.seconds / 3600:.2f} hours: {parts}) for "

@@ -161,7 +161,8 @@ def _choose_trainer(plan: Plan, images: ImageFacts, device: DeviceFacts, limits:
     passes = (
         f"{plan.because('epochs')}{'; a CPU is slow, so it gets fewer of them than a GPU' if limits.epochs < 1 else ''}"
     )
-    plan.set("trainer.epochs", max(1, round(limits.epochs * plan.at("epochs"))), passes)
+    epochs = rules.at("epochs", min(n, limits.most_images))  # of a whole run, also beside given ones
+    plan.set("trainer.epochs", max(1, round(limits.epochs * epochs)), passes)
 
 
 def _choose_method(plan: Plan, images: ImageFacts, limits: rules.DeviceRow) -> None:

@@ -279,6 +279,7 @@ def test_a_short_run_on_many_images_is_chosen_like_a_run_on_fewer() -> None:
     assert (short.values["backbone.name"], short.values["views.num_local"]) == ("resnet18", 0)
     assert short.num_images == 15_000
     assert "300,000 images in so short a run" in short.reasons["backbone.name"]
+    assert short.reasons["trainer.epochs"] == "as you asked (auto: 100)"
     for key in ("views.num_local", "method.instance_weight", "method.head.batch_norm", "trainer.batch_size"):
         assert short.values[key] == chosen(15_000, 500).values[key]
         assert chosen(300_000, 500, trainer__epochs=200).values[key] == whole.values[key]
