@@ -241,7 +241,8 @@ def _require_pyarrow() -> None:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
         raise MasslError(
-            "parquet files need pyarrow; install it with: pip install pyarrow, or write .npz or .safetensors"
+            "parquet files need pyarrow; install it with: pip install pyarrow (or 'massl[parquet]'), or write .npz or "
+            ".safetensors"
         ) from None
 
 
