@@ -25,6 +25,7 @@ class Interrupts:
     """
 
     is_interrupted = False  # by SIGINT, once started
+    _has_timer = False
 
     def __enter__(self) -> Self:
         self._is_active = threading.current_thread() is threading.main_thread()  # where signals arrive
@@ -53,15 +54,22 @@ class Interrupts:
     def _unraisable(self, swallowed: "sys.UnraisableHookArgs") -> None:
         if swallowed.exc_type is KeyboardInterrupt and self.is_interrupted:
             # The signal came while `__del__` or a weakref's callback ran; Python drops what these raise: once more.
+            if not self._has_timer:
+                self._has_timer, self._alarm_handler = True, signal.getsignal(signal.SIGALRM)
             signal.signal(signal.SIGALRM, self._interrupt)
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
         else:
             self._show_unraisable(swallowed)
 
+    def _stop_timer(self) -> None:
+        if self._has_timer:  # otherwise a timer is that of the program that called massl
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._alarm_handler or signal.SIG_DFL)
+
     def ending(self) -> None:
         """The command has done its work: from now on only a second signal ends it, and no traceback shows."""
         if self._is_active:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._stop_timer()
             for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, lambda number, frame: None)
@@ -70,7 +78,7 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._is_active:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            self._stop_timer()
             sys.unraisablehook = self._show_unraisable
             signal.signal(signal.SIGINT, self._handler)
             signal.set_wakeup_fd(self._previous)

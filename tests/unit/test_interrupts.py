@@ -87,6 +87,18 @@ def test_sigint_that_python_drops_because_a_destructor_ran_comes_again() -> None
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "files are closed\n", "")
 
 
+def test_the_timer_of_a_program_that_calls_massl_goes_on() -> None:
+    ended = run("""
+        from massl.interrupts import Interrupts
+        signal.signal(signal.SIGALRM, lambda number, frame: print("alarm"))
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with Interrupts() as interrupts:
+            interrupts.started()
+        time.sleep(1)
+    """)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "alarm\n", "")
+
+
 def test_what_else_a_destructor_raises_is_shown() -> None:
     ended = run("""
         from massl.interrupts import Interrupts

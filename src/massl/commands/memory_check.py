@@ -58,7 +58,7 @@ def too_large(recipe: PretrainRecipe, needed: float, free: float, where: str) ->
     """How much is missing, and what to lower, the harmless first."""
     settings, view = recipe.trainer, recipe.views
     # of the batch; a little more than by count, and where an eighth of it did not fit, an eighth of that
-    times = 8 if needed == float("inf") else 2 ** max(1, math.ceil(math.log2(_MARGIN * needed / free)))
+    times = 8 if needed == float("inf") else 2 ** max(1, math.ceil(math.log2(_MARGIN * needed / max(free, 0.1))))
     size = max(1, settings.batch_size // times)
     parts = min(settings.accumulation_steps * times, settings.batch_size)
     advice = [f"--trainer.accumulation_steps {parts} (the same batch in more parts)"]

@@ -59,7 +59,8 @@ class InitSettings(Settings):
     ) -> "InitSettings":
         """All values decided, but for `fill_memory` where the memory is taken: it may have another size.
 
-        `has_head`: the weights are a run of the same method; `keeps_statistics`: the default.
+        `has_head`: the weights are a run of the same method; `keeps_statistics`: the default
+        of `keep_statistics`.
         """
         is_gentle = is_transformer and not has_head
         part = self.part or ("all" if has_head else "backbone")
