@@ -33,7 +33,7 @@ _BACKBONE = {
     "init.layer_decay": LAYER_DECAY,
     "init.learning_rate_factor": LEARNING_RATE_FACTOR,
 }
-# name -> settings; None: from random weights
+# name -> settings
 _CONTINUED: dict[str, dict[str, Any]] = {
     "continued": {},
     "continued, backbone only": _BACKBONE,
@@ -51,6 +51,8 @@ _CONTINUED: dict[str, dict[str, Any]] = {
         "init.learning_rate_factor": 1.0,
     },
 }
+_SCRATCH = {"scratch": 1, "scratch, 3x": 3}  # times the epochs
+RUNS = tuple(name.strip() for name in [*_CONTINUED, *_SCRATCH])
 _NUM_PROBES = 6
 _ROWS = "results.jsonl"
 _HOLD_OUT = 0.2
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     length.add_argument("--minutes", type=float)
     length.add_argument("--epochs", type=int)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of all runs")
-    parser.add_argument("--only", nargs="*", default=[], help="words: only rows whose names contain one of them")
+    parser.add_argument("--only", nargs="+", default=RUNS, choices=RUNS, metavar="RUN", help=f"of {'; '.join(RUNS)}")
     chosen = parser.parse_args(arguments)
     try:
         compare(chosen)
@@ -94,9 +96,9 @@ def compare(chosen: argparse.Namespace) -> None:
     epochs, done = chosen.epochs, {row["name"]: row for row in rows_of(chosen.output / _ROWS)}
     rows = []
     plans: list[tuple[str, dict[str, Any] | None, int]] = [(name, own, 1) for name, own in _CONTINUED.items()]
-    plans += [("scratch", None, 1), ("scratch, 3x", None, 3)]
+    plans += [(name, None, times) for name, times in _SCRATCH.items()]
     for name, own, times in plans:
-        if chosen.only and not any(word in name for word in chosen.only):
+        if name.strip() not in chosen.only:
             continue
         overrides = common | (same if own is None else own)
         if epochs is not None:
