@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from massl.commands.timing import (
     training_images,
 )
 from massl.config import RecipeError, dotted, merge, validate
-from massl.data.sources import ImageSource
+from massl.data.sources import ImageSource, open_source
 from massl.planning.choice import Plan, choose
 from massl.planning.costs import Speed
 from massl.planning.facts import DeviceFacts, ImageFacts, look_at_device, look_at_images
@@ -113,9 +113,17 @@ def plan_images(
     if method != "massl":
         raise RecipeError(f"auto {_INSTEAD.format(method)}")
     chosen = choose_device(str(given.get("trainer.device", "auto")), option="trainer.device")
-    facts = look_at_images(source)
+    facts = replace(look_at_images(source), num_probed=_num_probed(source, given))
     device = device or look_at_device(chosen)
     return facts, choose(facts, device, given, start=_network_row(init), as_of=as_of)
+
+
+def _num_probed(source: ImageSource, given: Mapping[str, Any]) -> int:
+    """Images that the probes read and training does not."""
+    share = float(given.get("data.hold_out", 0.0))
+    named = {str(given[key]) for key in ("probes.database", "probes.queries") if given.get(key)}
+    others = [open_source(uri) for uri in sorted(named - {str(given.get("data.source"))})]
+    return round(len(source) * share / (1.0 - share)) + sum(len(other) for other in others if other.pixels is None)
 
 
 def _network_row(init: str | Path | None) -> NetworkRow | None:

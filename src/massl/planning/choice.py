@@ -240,7 +240,8 @@ def _choose_schedule(plan: Plan, images: ImageFacts) -> None:
 def _choose_data(plan: Plan, images: ImageFacts, device: DeviceFacts, row: rules.ViewRow) -> None:
     plan.set("probes.crop_ratio", row.crop_ratio, "")
     max_side = plan.set("data.max_side", row.max_side, f"larger files are reduced to {row.max_side} px while decoding")
-    needed = 0.0 if images.is_array else 1.05 * images.num_images * images.decoded_bytes(max_side) / 2**30
+    num_read = images.num_images + images.num_probed
+    needed = 0.0 if images.is_array else 1.05 * num_read * images.decoded_bytes(max_side) / 2**30
     cache = math.ceil(min(needed, rules.CACHE_SHARE * device.host_gib) * 10) / 10
     size = f"{needed:.1f} GiB" if needed >= 0.05 else "less than 0.1 GiB"
     why = f"all your images decoded, {size}: later passes decode nothing"

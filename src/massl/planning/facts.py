@@ -32,6 +32,7 @@ class ImageFacts:
     unreadable: tuple[str, ...] = ()  # key and reason of sampled images without a header
     num_classes: int = 0  # 0: no labels, or doubtful ones
     is_array: bool = False  # pixels in memory: nothing to decode
+    num_probed: int = 0  # further images, which only the probes read
 
     @property
     def side(self) -> int:

@@ -1,11 +1,13 @@
 """What auto chooses, with made-up images and devices."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor
 
 from massl.commands import auto
@@ -134,6 +136,21 @@ def test_images_are_cached_if_the_host_has_room_and_arrays_never() -> None:
     array = ImageFacts(num_images=10_000, sizes=((64, 64),), num_sampled=1, is_array=True)
     assert choose(array, GPU, {}).values["data.cache_gib"] == 0
     assert any("decoded, less than 0.1 GiB" in reason for reason in chosen(100, 64).reasons.values())
+
+
+def test_the_images_of_the_probes_have_room_in_the_cache(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / name).mkdir()
+        for number in range(100):
+            Image.new("RGB", (1000, 1000)).save(tmp_path / name / f"{number}.jpg")
+    train, test = str(tmp_path / "train"), str(tmp_path / "test")
+    few, held, other = (
+        auto.plan_images(open_source(train), {"data.source": train, "data.max_side": 1000, **given}, device=GPU)[1]
+        for given in ({}, {"data.hold_out": 0.5}, {"probes.database": train, "probes.queries": test})
+    )
+    assert few.values["data.cache_gib"] == 0.3  # 100 of 3 MB, in tenths
+    for plan in (held, other):  # the source of a run leaves out what is held
+        assert plan.values["data.cache_gib"] == 0.6
 
 
 @pytest.mark.parametrize("name", rules.TABLE)
