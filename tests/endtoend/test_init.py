@@ -224,6 +224,22 @@ def test_architecture_and_colours_come_from_the_model_and_what_is_named_must_agr
         start("other", old / "backbone.safetensors", **{"init.part": "all"})
 
 
+def test_weights_without_patches_are_refused_for_ibot_before_anything_is_kept(
+    archive: Path, recipe: Path, tmp_path: Path
+) -> None:
+    own = BackboneSettings(name="test_resnet")
+    facts: dict[str, Any] = {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2), "image_size": 32}
+    content = backbone_bytes(build_backbone(own, seed=0).model, timm_arguments=own.timm_arguments(), **facts)
+    (tmp_path / "resnet.safetensors").write_bytes(content)
+    values = read_yaml(recipe) | {"method": {"name": "ibot", **SMALL["ibot"]}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(values))
+    overrides = {"views.global_size": 32, "views.local_size": 32}
+    given: dict[str, Any] = {"init": tmp_path / "resnet.safetensors", "overrides": QUIET | overrides}
+    with pytest.raises(MasslError, match="ibot hides patches, which test_resnet does not have"):
+        massl.pretrain(archive, recipe=tmp_path / "recipe.yaml", output=tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_from_a_run_that_had_weights_itself_takes_all_of_it(
     old: Path, start: Any, archive: Path, massl_here: Any, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from massl.config import Settings
+from massl.config import RecipeError, Settings
 from massl.data.views import ViewBatch
 from massl.methods.base import StepHyper, StepOutput
 from massl.methods.self_distillation import SelfDistillation, SelfDistillationSettings
@@ -62,6 +62,11 @@ class IBOT(SelfDistillation):
 
     def __init__(self, settings: IBOTSettings, backbone: BackboneSettings, *, seed: int) -> None:
         super().__init__(settings, backbone, seed=seed)
+        if not self.student.backbone.is_transformer:
+            raise RecipeError(
+                f"ibot hides patches, which {backbone.name} does not have; choose a vision transformer (--backbone.name "
+                "vit_small_patch16_224, or --init with weights of one) or another method (--recipe dino-tiny)"
+            )
         # [1, D], so that weight decay applies to it, as in the authors' code
         self.mask_token = nn.Parameter(torch.zeros(1, self.student.backbone.dim))
         self.patch_centre = Centre(settings.prototypes)

@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -61,6 +62,12 @@ class MAE(Method):
         self.seed = seed
         self.has_drop_path = backbone.drop_path_rate > 0.0
         self.backbone = build_backbone(backbone, seed=seed, drop_path_rate=backbone.drop_path_rate)
+        if not isinstance(self.backbone.model, VisionTransformer):
+            raise RecipeError(
+                f"mae needs a vision transformer with position embeddings, which {backbone.name} is not; choose one "
+                "(--backbone.name vit_small_patch16_224, or --init with weights of one) or another method (--recipe "
+                "dino-tiny)"
+            )
         self.backbone.fix_positions(first_axis="columns")
         seeded(seed, "mae backbone", functools.partial(_initialised, self.backbone.model))
         self.decoder = seeded(seed, "mae decoder", lambda: _initialised(self._decoder()))

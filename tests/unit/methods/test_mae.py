@@ -173,9 +173,10 @@ def test_weights_start_as_the_authors_do_and_the_seed_alone_decides_them() -> No
     assert not model.pos_embed.requires_grad
 
 
-def test_a_network_that_is_no_transformer_is_refused() -> None:
-    with pytest.raises(RecipeError, match="needs a vision transformer, not resnet10t"):
-        MAE(MAESettings(), BackboneSettings(name="resnet10t", drop_path_rate=0.0), seed=0)
+@pytest.mark.parametrize("name", ["resnet10t", "vit_small_patch16_dinov3"])
+def test_a_network_without_position_embeddings_is_refused(name: str) -> None:
+    with pytest.raises(RecipeError, match=f"with position embeddings, which {name} is not; choose .*--init"):
+        MAE(MAESettings(), BackboneSettings(name=name, drop_path_rate=0.0), seed=0)
 
 
 def test_activation_checkpointing_covers_the_decoder_and_changes_no_loss() -> None:
