@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import massl
-from massl.commands import timing
+from massl.commands import console, timing
 from massl.commands.plan import plan
 from massl.commands.recipe import PretrainRecipe
 from massl.config import MasslError, read_yaml
@@ -133,6 +133,22 @@ def test_a_memory_of_another_size_is_filled_although_the_head_is_taken(old: Path
     assert len(filled) == 16 != len(same)
     spread = [(rows @ rows.T).abs().mean() for rows in (filled, empty)]
     assert spread[0] > spread[1] + 0.1  # embeddings are alike, random rows are not
+
+
+def test_filling_the_memory_shows_its_rows_and_is_named_only_where_there_is_one(
+    old: Path, archive: Path, recipe: Path, tmp_path: Path, massl_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "_SECONDS_BETWEEN_LINES", -1.0)
+    options = ["--data", archive, "--init", old / "backbone.safetensors", "--trainer.max_steps", "1"]
+    answer = massl_here("pretrain", "--recipe", recipe, "--output", tmp_path / "run", *options)
+    assert answer.status == 0, answer.text
+    assert "filling the memory of 32 rows" in answer.text
+    assert "rows of the memory: 24 of 32" in answer.text
+    values = read_yaml(recipe) | {"method": {"name": "mocov3", **SMALL["mocov3"]}}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(values))
+    answer = massl_here("pretrain", "--recipe", tmp_path / "recipe.yaml", "--output", tmp_path / "other", *options)
+    assert answer.status == 0, answer.text
+    assert "filling the memory" not in answer.text
 
 
 @pytest.mark.parametrize("at", [0, 2, 4])

@@ -2,7 +2,8 @@
 
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,16 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 from rich import box
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +32,7 @@ from massl.reports.tables import ResultsTable
 _FILE_WIDTH = 160  # columns of a table that is piped to a file
 _NAME_WIDTH = 10  # characters of a text column below which the table is split
 _SEPARATOR = 2  # characters between columns
+_SECONDS_BETWEEN_LINES = 60.0  # of progress where there is no bar
 
 
 def message_console(*, quiet: bool = False) -> Console:
@@ -53,6 +64,30 @@ def working(console: Console, text: str) -> Iterator[None]:
     with Progress(*columns, console=console, transient=True) as shown:
         shown.add_task(text)
         yield
+
+
+@contextmanager
+def progress_on(console: Console) -> Iterator[Callable[[str, int, int], None]]:  # what, done, total
+    """A progress bar on a terminal; elsewhere one line a minute."""
+    description = TextColumn("{task.description}", markup=False)  # names of files may look like markup
+    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), description, TimeRemainingColumn())
+    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+    tasks: dict[str, TaskID] = {}
+    last_line = time.monotonic()
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal last_line
+        if not console.is_terminal and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
+            last_line = time.monotonic()
+            print_line(console, f"{what}: {min(done, total):,} of {total:,}")
+        if what not in tasks:
+            for task in tasks.values():
+                bar.update(task, visible=False)
+            tasks[what] = bar.add_task(what, total=total)
+        bar.update(tasks[what], completed=min(done, total), total=total, visible=done < total)
+
+    with bar:
+        yield show
 
 
 def print_table(console: Console, table: ResultsTable) -> None:

@@ -1,6 +1,5 @@
 """Opening a model on a device to compute features: settings and set-up shared by all commands that take a model."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,23 +8,19 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from massl import distributed
 from massl.commands.arguments import ModelName
-from massl.commands.console import message_console, print_line
+from massl.commands.console import message_console, print_line, progress_on
 from massl.commands.device import Device, choose_device, host_threads_for
 from massl.data.evaluation.views import whole_patches
 from massl.data.settings import checked_range, read_rules
 from massl.data.sources.rules import MAX_FILE_MIB, MAX_MEGAPIXELS, PixelRanges, ReadRules
 from massl.evaluations.features import ExtractionSettings, Extractor
-from massl.evaluations.features import Progress as ProgressFunction
 from massl.evaluations.named_features import FEATURE_LINES, own_name
 from massl.nn.token_readout import patch_size
 from massl.training.data_record import DataRecord
 from massl.weights.models import open_model
-
-_SECONDS_BETWEEN_LINES = 60.0
 
 
 class ModelSettings(ExtractionSettings):
@@ -93,7 +88,7 @@ def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[
     device = choose_device(settings.device, option="device")
     distributed.start(device.type)
     console = message_console(quiet=not distributed.is_main())
-    with host_threads_for(device), _progress_on(console) as progress:
+    with host_threads_for(device), progress_on(console) as progress:
         model = open_model(
             settings.model, num_heads=settings.num_heads, pretrained=settings.pretrained, which=settings.which
         )
@@ -126,27 +121,3 @@ def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[
         )
     # Not after an error: stopping the process group waits for the other processes, which may wait for this one.
     distributed.stop()
-
-
-@contextmanager
-def _progress_on(console: Console) -> Iterator[ProgressFunction]:
-    """A progress bar on a terminal; elsewhere one line a minute."""
-    description = TextColumn("{task.description}", markup=False)  # names of files may look like markup
-    columns = (BarColumn(bar_width=30), MofNCompleteColumn(), description, TimeRemainingColumn())
-    bar = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-    tasks: dict[str, TaskID] = {}
-    last_line = time.monotonic()
-
-    def show(what: str, done: int, total: int) -> None:
-        nonlocal last_line
-        if not console.is_terminal and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
-            last_line = time.monotonic()
-            print_line(console, f"{what}: {min(done, total):,} of {total:,}")
-        if what not in tasks:
-            for task in tasks.values():
-                bar.update(task, visible=False)
-            tasks[what] = bar.add_task(what, total=total)
-        bar.update(tasks[what], completed=min(done, total), total=total, visible=done < total)
-
-    with bar:
-        yield show

@@ -3,13 +3,14 @@
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from massl import distributed
-from massl.commands.console import print_line, working
+from massl.commands.console import print_line, progress_on, working
 from massl.commands.recipe import PretrainRecipe
 from massl.commands.recipes import method_of
 from massl.config import RecipeError, read_yaml, validate
@@ -21,7 +22,7 @@ from massl.training.init_settings import InitSettings
 from massl.training.memory_fill import fill_memory
 from massl.training.ranks import stop_together
 from massl.training.run_folder import RunFolder, RunFolderError
-from massl.training.start_weights import has_new_memory, load_backbone_weights, load_run
+from massl.training.start_weights import has_new_memory, load_backbone_weights, load_run, memory_of
 from massl.training.trainer import Trainer
 from massl.weights.io import own_image_size
 from massl.weights.models import LoadedModel, open_model
@@ -243,12 +244,12 @@ def load_start(trainer: Trainer, start: Start, console: Console) -> None:
             trainer.folder.write_start(Path(init.weights), step=step)
             print_line(console, f"starting from {loaded}{anew}")
             print_line(console, _protocol(trainer, start.recipe))
-    if distributed.gather_objects(fill)[0]:
+    memory = memory_of(trainer.method)
+    if distributed.gather_objects(fill)[0] and memory is not None:
         distributed.copy_from_main(trainer.method.state_dict().values())
-        with working(console, "filling the memory"):
-            num_images = fill_memory(trainer)
-        if num_images:
-            print_line(console, f"memory: filled with the embeddings of {num_images:,} views")
+        print_line(console, f"filling the memory of {memory.num_rows:,} rows")
+        with progress_on(console) as progress:
+            fill_memory(trainer, memory, progress=partial(progress, "rows of the memory"))
     trainer.save(0)
 
 

@@ -64,8 +64,8 @@ class IBOT(SelfDistillation):
         super().__init__(settings, backbone, seed=seed)
         if not self.student.backbone.is_transformer:
             raise RecipeError(
-                f"ibot hides patches, which {backbone.name} does not have; choose a vision transformer (--backbone.name "
-                "vit_small_patch16_224, or --init with weights of one) or another method (--recipe dino-tiny)"
+                f"ibot hides patches, which {backbone.name} does not have; choose a vision transformer "
+                "(--backbone.name vit_small_patch16_224, or --init with weights of one) or another method (--recipe dino-tiny)"
             )
         # [1, D], so that weight decay applies to it, as in the authors' code
         self.mask_token = nn.Parameter(torch.zeros(1, self.student.backbone.dim))
