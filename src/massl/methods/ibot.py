@@ -65,7 +65,7 @@ class IBOT(SelfDistillation):
         if not self.student.backbone.is_transformer:
             raise RecipeError(
                 f"ibot hides patches, which {backbone.name} does not have; choose a vision transformer "
-                "(--backbone.name vit_small_patch16_224, or --init with weights of one) or another method (--recipe dino-tiny)"
+                "(--backbone.name vit_small_patch16_224, or --init with weights of one) or another method"
             )
         # [1, D], so that weight decay applies to it, as in the authors' code
         self.mask_token = nn.Parameter(torch.zeros(1, self.student.backbone.dim))

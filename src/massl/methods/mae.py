@@ -65,8 +65,7 @@ class MAE(Method):
         if not isinstance(self.backbone.model, VisionTransformer):
             raise RecipeError(
                 f"mae needs a vision transformer with position embeddings, which {backbone.name} is not; choose one "
-                "(--backbone.name vit_small_patch16_224, or --init with weights of one) or another method (--recipe "
-                "dino-tiny)"
+                "(--backbone.name vit_small_patch16_224, or --init with weights of one) or another method"
             )
         self.backbone.fix_positions(first_axis="columns")
         seeded(seed, "mae backbone", functools.partial(_initialised, self.backbone.model))
