@@ -25,6 +25,7 @@ from massl.nn.any_size import for_any_size, for_one_size
 from massl.nn.positions import resampling_rule
 from massl.nn.timm_models import MAX_ELEMENTS, create_timm_model
 from massl.weights.facts import BackboneFacts, WeightsError, for_message, read_facts
+from massl.weights.file_kinds import other_kind
 from massl.weights.tensor_files import read_tensors, tensor_bytes
 from massl.weights.transform import ImageTransform
 
@@ -166,7 +167,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     except DamagedFile as error:
         raise WeightsError(f"cannot read {path}: {error}. {_ADVICE_FOR_DAMAGE}") from error
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"cannot read {path}: {for_message(str(error))}") from error
+        kind = other_kind(path)
+        raise WeightsError(f"cannot read {path}: {f'it is {kind}' if kind else for_message(str(error))}") from error
 
 
 def is_readable(path: Path) -> bool:
@@ -212,8 +214,11 @@ def read_pickled(path: Path) -> Any:
                 f"{path} holds a Python object ({name}), and opening it could run foreign code. If you trust the "
                 "file, save only its weights: torch.save(state_dict, ...) or safetensors"
             ) from error
-        lines = [line for line in str(error).splitlines() if line and "documentation of torch.load" not in line]
-        reason = f" ({for_message(lines[-1])})" if lines and " " in lines[-1] else ""
+        if isinstance(error, OSError) and not isinstance(error, DamagedFile):
+            raise WeightsError(f"cannot read {path}: {for_message(str(error))}") from error
+        if (kind := other_kind(path)) is not None:
+            raise WeightsError(f"cannot read {path}: it is {kind}") from error
+        reason = f" ({error})" if isinstance(error, DamagedFile) else ""
         raise WeightsError(
             f"cannot read {path}{reason}: it is damaged, incomplete or not a PyTorch checkpoint; download it again"
         ) from error

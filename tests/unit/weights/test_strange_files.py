@@ -1,9 +1,12 @@
 """Weight files and recipes from strangers: no code, no network, no endless model, and an error that names the file."""
 
+import gzip
+import io
 import json
 import pickle
 import re
 import socket
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -224,6 +227,59 @@ def test_an_archive_that_unpacks_to_more_than_its_size_is_refused(tmp_path: Path
     with pytest.raises(WeightsError, match="compressed"):
         read_pickled(packed)
     assert read_pickled(plain)["x"].shape == (1_000_000,)
+
+
+def _tar() -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("photos/a.jpg"))
+    return content.getvalue()
+
+
+def _zip(name: str) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr(name, "x" * 40)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (_tar(), "a tar archive, which begins with photos/a.jpg; unpack it and give the weights file in it"),
+        (_zip("a.txt"), "a zip archive of a.txt; unpack it and give the weights file in it"),
+        (_zip("net/constants.pkl"), "a TorchScript program; .*state_dict"),
+        (gzip.compress(b"weights"), "packed by gzip; unpack it"),
+        (b"<!DOCTYPE html><html>Not found</html>", "a web page; download the weights file itself"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "a pointer of Git LFS .*git lfs pull"),
+    ],
+    ids=["tar", "zip", "TorchScript", "gzip", "web page", "pointer"],
+)
+def test_a_file_of_another_kind_is_named_with_what_to_do(
+    content: bytes, found: str, suffix: str, tmp_path: Path
+) -> None:
+    file = tmp_path / f"x{suffix}"
+    file.write_bytes(content)
+    with pytest.raises(WeightsError, match=rf"^cannot read {file}: it is {found}[^\n]*$"):
+        open_model(file)
+
+
+@pytest.mark.parametrize(
+    "content", [bytes(4096), b"\xff\xd8\xff\xe0" + bytes(99), pickle.dumps({"x": 1})], ids=["zeros", "photo", "pickle"]
+)
+def test_a_file_that_is_no_checkpoint_is_told_without_words_of_torch(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "x.pth"
+    file.write_bytes(content)
+    told = "it is damaged, incomplete or not a PyTorch checkpoint; download it again"
+    with pytest.raises(WeightsError, match=f"^cannot read {file}: {told}$"):
+        open_model(file)
+
+
+def test_weights_in_the_other_format_are_told_which_ending_they_need(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "x.pth")
+    with pytest.raises(WeightsError, match=r"format safetensors; let its name end in \.safetensors"):
+        open_model(tmp_path / "x.pth")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04N.", b"\xff" * 64, (2**40).to_bytes(8, "little") + b"{}" * 40])
