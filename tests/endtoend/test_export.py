@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 import massl
+from massl.config import MasslError
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.io import backbone_bytes
 from massl.weights.models import open_model
@@ -123,14 +124,29 @@ def exported(file: Path, to: Any, work: Path, name: str, size: tuple[int, int]) 
     return name
 
 
+@pytest.mark.parametrize("side", [32, 64])
+def test_the_code_on_the_card_of_a_plain_folder_takes_images_of_the_size_it_names(
+    side: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_backbone(tmp_path / "b.safetensors", TINY)  # of 32 px
+    exported(file, "safetensors", tmp_path, "vit", (side, side))
+    card, names = (tmp_path / "vit" / "README.md").read_text(), dict[str, Any]()
+    assert f"| image size | {side} x {side} px |" in card
+    found = re.search("```python\n(.*?)```", card, re.DOTALL)
+    assert found is not None
+    monkeypatch.chdir(tmp_path)
+    exec(found[1], names)
+    images = torch.zeros(1, 3, side, side)
+    torch.testing.assert_close(names["model"](images), open_model(file).backbone(images).pooled)
+    with pytest.raises(MasslError, match="one number as its size; give a square one"):
+        exported(file, "safetensors", tmp_path, "wide", (32, 64))
+
+
 def test_the_folder_of_a_weights_file_keeps_its_size_and_where_it_came_from(tmp_path: Path) -> None:
-    write_backbone(tmp_path / "b.safetensors", TINY)
     torch.save(resnet(), tmp_path / "weights.pth")
     imported = massl.import_weights(tmp_path / "weights.pth", output=tmp_path / "imported")
     exported(imported, "safetensors", tmp_path, "square", (96, 96))
     exported(imported, "safetensors", tmp_path, "wide", (64, 96))
-    exported(tmp_path / "b.safetensors", "safetensors", tmp_path, "vit", (64, 64))
-    assert "The timm model above takes images of 32 x 32 px." in (tmp_path / "vit" / "README.md").read_text()
     square, wide, before = (open_model(tmp_path / name) for name in ("square", "wide", "imported"))
     assert square.image_size == 96
     assert wide.image_size == before.image_size  # one number cannot say it

@@ -5,7 +5,7 @@ from pathlib import Path
 import timm
 from safetensors.torch import load_file
 
-from massl.exports.job import ExportJob, Written, check_features, opening, write_json
+from massl.exports.job import ExportError, ExportJob, Written, check_features, opening, write_json
 from massl.weights.io import BACKBONE_FILE, backbone_bytes
 
 _SNIPPET = """import safetensors.torch
@@ -14,9 +14,15 @@ import timm
 model = timm.create_model("{architecture}", **{options}).eval()
 model.load_state_dict(safetensors.torch.load_file("{folder}/backbone.safetensors"))"""
 
+_MASSL_SNIPPET = """import massl
+
+model, transform = massl.load_backbone("{folder}/backbone.safetensors")"""
+
 
 def write_safetensors(job: ExportJob, folder: Path) -> Written:
     model = job.model
+    if job.size[0] != job.size[1] and job.backbone.position_resampling is not None:
+        raise ExportError("backbone.safetensors holds one number as its size; give a square one, or choose --to timm")
     content = backbone_bytes(
         job.backbone.model,
         timm_arguments=job.backbone.timm_arguments,
@@ -29,21 +35,22 @@ def write_safetensors(job: ExportJob, folder: Path) -> Written:
     (folder / BACKBONE_FILE).write_bytes(content)
     write_json(folder / "preprocess.json", job.preparation.as_plain())
     text = "massl opens the file for every size, and other programs by timm's names of the tensors."
+    own, is_for_timm = _own_size(job), not job.has_small_stem  # otherwise the card opens it with massl
     if job.backbone.position_resampling is not None:
-        height, width = _own_size(job)
+        is_for_timm = own == job.size
         text += (
-            f" The timm model above takes images of {height} x {width} px. For another size timm resamples position "
+            f" timm's model of them takes images of {own[0]} x {own[1]} px. For another size timm resamples position "
             "embeddings by its own rule, which gives other features: export with --to timm for it."
         )
-    if job.has_small_stem:
-        snippet = 'import massl\n\nmodel, transform = massl.load_backbone("{folder}/backbone.safetensors")'
-        return Written(library="massl", snippet=snippet, sizes=text, difference=0.0)
-    options = job.timm_options()
-    with opening("timm"):
-        opened = timm.create_model(job.architecture, **options).eval()
-        opened.load_state_dict(load_file(folder / BACKBONE_FILE))
-    own = _own_size(job)
-    difference = check_features(job, opened, [own], tolerance=1e-5)
+    difference = 0.0
+    if not job.has_small_stem:
+        options = job.timm_options()
+        with opening("timm"):
+            opened = timm.create_model(job.architecture, **options).eval()
+            opened.load_state_dict(load_file(folder / BACKBONE_FILE))
+        difference = check_features(job, opened, [own], tolerance=1e-5)
+    if not is_for_timm:
+        return Written(library="massl", snippet=_MASSL_SNIPPET, sizes=text, difference=difference)
     snippet = _SNIPPET.replace("{architecture}", job.architecture).replace("{options}", repr(options))
     return Written(library="timm", snippet=snippet, sizes=text, difference=difference)
 
