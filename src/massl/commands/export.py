@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from typing import Any, Literal, get_args
 
 import tyro
@@ -27,7 +27,6 @@ from massl.failures import printable
 from massl.files import making_folder
 from massl.reports.run_reader import read_run
 from massl.reports.runs import PROBE_METRICS, Run, RunError
-from massl.weights.facts import WeightsError
 from massl.weights.io import BACKBONE_FILE, BEST_FILE, backbone_path
 from massl.weights.models import open_model
 
@@ -54,7 +53,7 @@ class ExportSettings(Settings):
     """Which backbone, for which library, and where to."""
 
     run: tyro.conf.Positional[str] = Field(
-        description="a run of massl (its folder), or a backbone file that massl wrote (.safetensors)"
+        description="a run of massl (its folder), or a weights file of massl or another project (.safetensors .pth)"
     )
     to: Target = Field(
         description="timm and transformers: for one image size; onnx and torchhub: for all sizes; safetensors: massl's "
@@ -88,7 +87,7 @@ def export(
     which: Which = "last",
     push_to_hub: str | None = None,
 ) -> Path:
-    """Write the backbone of a run (its folder, or a .safetensors file of massl) as a folder; returns the folder.
+    """Write the backbone of a run (its folder, or a weights file) as a folder; returns the folder.
 
     `to` names the library that opens it: "timm", "transformers", "onnx", "torchhub" or "safetensors". `image_size` is a
     side in pixels or (height, width), by default that of the training images. The folder holds weights, how to prepare
@@ -141,12 +140,10 @@ def run_export(settings: ExportSettings, *, hub: Any = None) -> Path:
 def _job(settings: ExportSettings) -> ExportJob:
     path = Path(settings.run).expanduser()
     if not path.exists():
-        raise ExportError(f"{path} does not exist; give the folder of a massl run, or a backbone file that massl wrote")
-    if backbone_path(path, which=settings.which).suffix != ".safetensors":
-        raise WeightsError(
-            f"{path} was not written by massl; make a backbone of it first: massl import {quote(str(path))}"
-        )
+        raise ExportError(f"{path} does not exist; give the folder of a massl run, or a weights file")
     model = open_model(path, which=settings.which)
+    if not model.is_own and model.imported is None:  # where the file lies is no matter of those who get the folder
+        model = replace(model, imported=model.origin.replace(str(path), path.name))
     return ExportJob(model=model, size=chosen_size(model, settings.image_size))
 
 
@@ -158,7 +155,7 @@ def _write_card(
 ) -> None:
     path = Path(settings.run).expanduser()
     of_run = path if path.is_dir() else path.absolute().parent
-    run = _run_of(of_run, console)
+    run = _run_of(of_run, console) if job.model.is_own else None
     card = model_card(
         job,
         written,

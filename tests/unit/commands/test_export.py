@@ -5,6 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
+import timm
 import torch
 
 import massl
@@ -15,6 +17,7 @@ from massl.exports.job import ExportError
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.io import backbone_bytes
 from massl.weights.models import open_model
+from tests.unit.weights.foreign_states import resnet
 
 
 @pytest.fixture
@@ -129,10 +132,25 @@ def test_missing_packages_are_named(
         massl.export(backbone_file, to=to, output=tmp_path / "out")
 
 
-def test_foreign_weights_are_refused(tmp_path: Path) -> None:
-    torch.save({"x": torch.zeros(1)}, tmp_path / "a; b.pth")
-    with pytest.raises(MasslError, match=r"massl import '.*a; b\.pth'"):
-        massl.export(tmp_path / "a; b.pth", to="timm", output=tmp_path / "out")
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_weights_of_another_project_are_exported_and_named_as_such(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("method: {name: massl}\n")  # of a run to which the file does not belong
+    file, weights = tmp_path / f"theirs{suffix}", resnet()
+    (safetensors.torch.save_file if suffix == ".safetensors" else torch.save)(weights, file)
+    folder = massl.export(file, to="timm", output=tmp_path / "out")
+    card = (folder / "README.md").read_text()
+    assert f"of another project, converted by massl (backbone of theirs{suffix} (ResNet" in card
+    assert "trained with massl" not in card
+    assert "## Training" not in card
+    images = torch.randn(1, 3, 64, 64)
+    opened = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    torch.testing.assert_close(opened(images), open_model(file).backbone(images).pooled)
+
+
+def test_what_is_no_network_is_not_exported(tmp_path: Path) -> None:
+    torch.save({"x": torch.zeros(1)}, tmp_path / "a.pth")
+    with pytest.raises(MasslError, match=r"a\.pth holds no known network"):
+        massl.export(tmp_path / "a.pth", to="timm", output=tmp_path / "out")
     with pytest.raises(MasslError, match="does not exist"):
         massl.export("vit_tiny_patch16_224", to="timm", output=tmp_path / "out")
 
