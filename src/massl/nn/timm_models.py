@@ -199,7 +199,9 @@ def create_timm_model(
         except _TooManyElements:
             raise
         except Exception as error:  # options that do not fit together: each architecture raises its own errors
-            raise RecipeError(f"timm cannot build {name} with {json.dumps(options)}: {error}") from error
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            reason = f"it has no {unknown[1]}; leave that out" if unknown else error
+            raise RecipeError(f"timm cannot build {name} with {json.dumps(options)}: {reason}") from error
     if arguments.get("stem") == "small":
         use_small_image_stem(model, name=name, seed=seed)
     if rule != RESAMPLING_RULE:

@@ -84,6 +84,8 @@ def _network_of(
     tensors: dict[str, Tensor], num_heads: int | None, timm_name: str | None, *, is_mocov3: bool, origin: str
 ) -> Network:
     network = None
+    if num_heads is not None and (is_resnet(tensors) or is_convnext(tensors)):
+        raise WeightsError(f"{origin} holds a convolutional network, which has no attention heads; omit --num_heads")
     if is_resnet(tensors):
         network = as_resnet(tensors, origin=origin, is_named=timm_name is not None)
     elif is_convnext(tensors):

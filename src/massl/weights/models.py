@@ -150,8 +150,8 @@ def _read(path: Path) -> BackboneContent | ForeignFile:
 
 def _open_own(name: str, path: Path, content: BackboneContent, *, num_heads: int | None) -> LoadedModel:
     backbone = _described_backbone(content.timm_arguments, origin=str(path), num_bytes=content.num_bytes)
-    if num_heads is not None and num_heads != _num_heads(backbone.model):
-        own = _num_heads(backbone.model)
+    own = _num_heads(backbone.model) or "no"
+    if num_heads not in (None, own):
         raise WeightsError(f"{path} was written by massl with {own} attention heads, not {num_heads}; omit num_heads")
     load_strictly(backbone.model, content.tensors, origin=str(path))
     size = trained_size(backbone.model, content, path)
@@ -312,7 +312,7 @@ def _loaded(
 
 
 def _num_heads(model: nn.Module) -> int | None:
-    if not isinstance(model, VisionTransformer):
+    if not isinstance(model, VisionTransformer | Eva):
         return None
     first_block: Any = model.blocks[0]
     return int(first_block.attn.num_heads)

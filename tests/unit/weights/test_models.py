@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import conv2d, gelu, layer_norm, linear
 
+from massl.commands.import_weights import import_weights
 from massl.config import MasslError, RecipeError
 from massl.nn.backbone import Backbone
 from massl.nn.timm_models import create_timm_model
 from massl.weights.facts import WeightsError
 from massl.weights.io import BACKBONE_FILE, backbone_bytes
-from massl.weights.models import LoadedModel, model_fingerprint, open_model
+from massl.weights.models import LoadedModel, model_fingerprint, open_foreign, open_model
 
 State = dict[str, Tensor]
 MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
@@ -295,6 +296,19 @@ def test_the_number_of_heads_follows_from_the_width(tmp_path: Path, dim: int, nu
     opened = open_model(saved(tmp_path / "a.pth", state))
     assert opened.backbone.model.blocks[0].attn.num_heads == num_heads
     assert f"1 blocks, {num_heads} heads" in opened.origin
+
+
+@pytest.mark.parametrize("name", ["resnet10t", "convnext_atto"])
+def test_a_number_of_heads_is_refused_for_networks_without_attention(name: str, tmp_path: Path) -> None:
+    file = saved(tmp_path / "a.pth", timm.create_model(name, num_classes=0).state_dict())
+    for timm_name in (None, name):
+        with pytest.raises(WeightsError, match=r"a\.pth holds a convolutional network, .*; omit (--)?num_heads"):
+            open_foreign(file, num_heads=3, timm_name=timm_name)
+    own = import_weights(file, output=tmp_path / "own", overrides={"backbone": name})
+    with pytest.raises(WeightsError, match="with no attention heads, not 3; omit num_heads"):
+        open_model(own, num_heads=3)
+    with pytest.raises(RecipeError, match="it has no num_heads; leave that out"):
+        open_model(name, num_heads=3)
 
 
 def test_mocov3_of_width_384_has_12_heads_and_says_so(tmp_path: Path) -> None:
