@@ -112,7 +112,8 @@ def saved(folder: Path, checkpoint: Any) -> Path:
 
 
 def opened(folder: Path, checkpoint: Any, **options: Any) -> LoadedModel:
-    return open_foreign(saved(folder, checkpoint), num_heads=2, **options)
+    has_heads = any("cls_token" in key for key in checkpoint.get("teacher", checkpoint))
+    return open_foreign(saved(folder, checkpoint), num_heads=2 if has_heads else None, **options)
 
 
 @torch.inference_mode()
@@ -147,7 +148,7 @@ def test_files_in_timms_own_layout_are_read_alike(network: str, tmp_path: Path) 
     model = truth(make())
     path = tmp_path / "model.safetensors"
     save_file({**model.state_dict(), "head.fc.weight": torch.ones(2, 2)}, path)
-    loaded = open_model(path, num_heads=2)
+    loaded = open_model(path, num_heads=None if "ConvNeXt" in network else 2)
     assert summary in loaded.origin
     assert_equal_features(loaded, model, (loaded.image_size, loaded.image_size))
 
