@@ -13,7 +13,7 @@ from massl.config import MasslError, Settings, UsageError, merge, validate
 from massl.data.evaluation.views import MAX_SIDE, whole_patches
 from massl.files import making_folder
 from massl.nn.positions import ResamplingRule
-from massl.nn.token_readout import patch_size
+from massl.nn.token_readout import patch_size, require_size
 from massl.weights.io import BACKBONE_FILE, backbone_bytes
 from massl.weights.models import LoadedModel, open_foreign
 
@@ -102,6 +102,7 @@ def run_import(settings: ImportSettings) -> Path:
     size = settings.image_size or model.image_size
     if size != model.image_size:
         whole_patches(size, patch_size(backbone), option="image_size")
+        require_size(backbone, size)
     mean, std = settings.mean or model.mean, settings.std or model.std
     about: dict[str, Any] = {"timm_arguments": backbone.timm_arguments, "mean": mean, "std": std}
     origin = model.origin.replace(str(file), file.name)  # where it lay is no matter of those who get the folder

@@ -18,7 +18,7 @@ from massl.data.settings import checked_range, read_rules
 from massl.data.sources.rules import MAX_FILE_MIB, MAX_MEGAPIXELS, PixelRanges, ReadRules
 from massl.evaluations.features import ExtractionSettings, Extractor
 from massl.evaluations.named_features import FEATURE_LINES, own_name
-from massl.nn.token_readout import patch_size
+from massl.nn.token_readout import patch_size, require_size
 from massl.training.data_record import DataRecord
 from massl.weights.models import open_model
 
@@ -95,6 +95,7 @@ def model_on_device(settings: ModelSettings, *, cache: Path | None) -> Iterator[
         # The size it was trained at need not be a multiple of the patch.
         if settings.image_size is not None and settings.image_size != model.image_size:
             size = whole_patches(settings.image_size, patch_size(model.backbone), option="image_size")
+            require_size(model.backbone, size)
             model = replace(model, image_size=size)
         crop_ratio = model.crop_ratio if settings.crop_ratio is None else settings.crop_ratio
         model.backbone.to(device)

@@ -51,6 +51,19 @@ def require_patches(backbone: Backbone, *, purpose: str) -> int:
     return side
 
 
+@torch.no_grad()
+def require_size(backbone: Backbone, image_size: int) -> None:
+    """Try an empty image: BEiT and Swin, for example, take one size only."""
+    device = next(backbone.parameters()).device
+    try:
+        backbone(torch.zeros(1, 3, image_size, image_size, device=device))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = str(error).rstrip(".")
+        raise UnsuitableModel(
+            f"{backbone.model_name} takes no images of {image_size} px ({reason}); omit --image_size"
+        ) from None
+
+
 def last_layers(backbone: Backbone, images: Tensor, *, num_layers: int) -> list[Tokens]:  # [B, 3, H, W]
     """Tokens after each of the last `num_layers` blocks, in order, each through the final norm as in DINO and iBOT.
 

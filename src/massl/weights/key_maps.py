@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from timm.models import is_model_in_modules
 from torch import Tensor
 
 from massl.nn.positions import RESAMPLING_RULE, ResamplingRule
 from massl.weights.convnet_keys import as_convnext, as_resnet, is_convnext, is_resnet
 from massl.weights.facts import WeightsError, for_message
 from massl.weights.huggingface_keys import has_hub_keys, with_timm_keys
-from massl.weights.transformer_keys import Network, as_dinov3, as_transformer, is_dinov3, is_transformer
+from massl.weights.transformer_keys import NAME_IT, Network, as_dinov3, as_transformer, is_dinov3, is_transformer
 
 KNOWN_LAYOUTS = (
     "a training checkpoint of MaSSL, DINO, iBOT or DINOv2 ({'teacher': {'backbone.*'}}; the teacher is taken)",
@@ -83,33 +84,37 @@ def backbone_of(
 def _network_of(
     tensors: dict[str, Tensor], num_heads: int | None, timm_name: str | None, *, is_mocov3: bool, origin: str
 ) -> Network:
-    network = None
+    named = network = None
+    if timm_name is not None:
+        arguments: dict[str, Any] = {"model_name": timm_name, "num_classes": 0}
+        if num_heads is not None:
+            arguments["num_heads"] = num_heads
+        named = Network(tensors=tensors, timm_arguments=arguments, summary=timm_name)
+        is_own_layout = is_model_in_modules(timm_name, ["beit", "eva"]) and "blocks.0.gamma_1" in tensors
+        if is_own_layout and "dinov3" not in timm_name:  # BEiT and rotating ViTs need no other names
+            return named
     if num_heads is not None and (is_resnet(tensors) or is_convnext(tensors)):
         raise WeightsError(f"{origin} holds a convolutional network, which has no attention heads; omit --num_heads")
     if is_resnet(tensors):
-        network = as_resnet(tensors, origin=origin, is_named=timm_name is not None)
+        network = as_resnet(tensors, origin=origin, is_named=named is not None)
     elif is_convnext(tensors):
-        network = as_convnext(tensors, origin=origin, is_named=timm_name is not None)
+        network = as_convnext(tensors, origin=origin, is_named=named is not None)
     elif is_dinov3(tensors):
         network = as_dinov3(tensors, num_heads=num_heads, origin=origin)
-    elif is_transformer(tensors) or timm_name is None:
+    elif is_transformer(tensors) or named is None:
         if not is_transformer(tensors, partly=True):
             raise WeightsError(
-                f"{origin} holds no known network: its entries are {_some(tensors)}. {_known()}. If it is another "
-                "network of timm, name it: massl import --backbone NAME"
+                f"{origin} holds no known network: its entries are {_some(tensors)}. {_known()}. {NAME_IT}"
             )
-        network = as_transformer(tensors, num_heads=num_heads, is_mocov3=is_mocov3, origin=origin)
-    if timm_name is None:
-        assert network is not None
-        return network
-    arguments: dict[str, Any] = {"model_name": timm_name, "num_classes": 0}
-    if num_heads is not None:
-        arguments["num_heads"] = num_heads
-    if network is None:
-        return Network(tensors=tensors, timm_arguments=arguments, summary=timm_name)
+        is_named = named is not None
+        network = as_transformer(tensors, num_heads=num_heads, is_mocov3=is_mocov3, is_named=is_named, origin=origin)
+    if named is None or network is None:
+        found = named or network
+        assert found is not None
+        return found
     kept = {key: value for key, value in network.timm_arguments.items() if key in ("img_size", "position_resampling")}
     pool = {"global_pool": "token"} if is_dinov3(tensors) else {}
-    return network._replace(timm_arguments={**arguments, **kept, **pool}, summary=timm_name)
+    return network._replace(timm_arguments={**named.timm_arguments, **kept, **pool}, summary=named.summary)
 
 
 def _with_rule(network: Network, rule: ResamplingRule | None) -> Network:

@@ -289,6 +289,8 @@ def _empty_backbone(timm_arguments: Mapping[str, Any], build: Callable[[Mapping[
     if isinstance(model, VisionTransformer) and model.cls_token is not None and model.global_pool != "token":
         arguments["global_pool"] = "token"  # the protocols read the class token
         model = build(arguments)
+    if isinstance(model, Eva) and model.global_pool == "token" and not model.dynamic_img_size:
+        model = build(arguments := {**arguments, "dynamic_img_size": True})  # for patch tokens, and images of any size
     name = arguments["model_name"]
     if isinstance(model, VisionTransformer) and not isinstance(model.patch_embed, PatchEmbed):
         raise WeightsError(f"{name} has a convolutional stem instead of plain patches; choose another model")

@@ -23,6 +23,7 @@ _LETTERS = {192: ("Ti", 12), 384: ("S", 12), 768: ("B", 12), 1024: ("L", 24)}  #
 _LETTERS_DINO = {**_LETTERS, 1280: ("H", 32), 1536: ("g", 40), 4096: ("7B", 40)}
 _TIMM_NAMES = {192: "vit_tiny_patch16_224", 384: "vit_small_patch16_224", 1024: "vit_large_patch16_224"}  # else ViT-B
 _SIZES_DINOV2 = {384: "small", 768: "base", 1024: "large"}
+NAME_IT = "If it is another network of timm, name it: massl import --backbone NAME"
 _ROPE_BASE = 100.0  # of DINOv3; timm's models have no other
 _RENAMED = {  # a part of a key -> timm's
     r"^blocks\.\d+\.(?=\d+\.)": "blocks.",  # DINOv2 in training: blocks in chunks
@@ -66,9 +67,14 @@ def is_dinov3(tensors: Collection[str]) -> bool:
 
 
 def as_transformer(
-    tensors: Mapping[str, Tensor], *, num_heads: int | None, is_mocov3: bool = False, origin: str
+    tensors: Mapping[str, Tensor],
+    *,
+    num_heads: int | None,
+    is_mocov3: bool = False,
+    is_named: bool = False,
+    origin: str,
 ) -> Network:
-    """timm's VisionTransformer with or without registers, layer scale and SwiGLU."""
+    """timm's VisionTransformer with or without registers, layer scale and SwiGLU. `is_named`: the user names it."""
     _refuse_other_transformers(tensors, origin=origin)
     named = _renamed(tensors, _RENAMED, origin=origin)
     fc1, fc2 = (_require(f"blocks.0.mlp.{layer}.weight", named, ndim=2, origin=origin) for layer in ("fc1", "fc2"))
@@ -79,12 +85,14 @@ def as_transformer(
     named = _with_registers_apart(named, origin=origin)
     num_registers = named["reg_token"].shape[1] if "reg_token" in named else 0
     num_rows = named["pos_embed"].shape[1]
-    no_embed_class = num_registers > 0 and math.isqrt(num_rows) ** 2 == num_rows
+    # DeiT-III too; files of its authors name their tensors like a rotating ViT of timm
+    may_lack_class = num_registers > 0 or is_named or "blocks.0.ls1.gamma" in tensors
+    no_embed_class = may_lack_class and math.isqrt(num_rows) ** 2 == num_rows
     num_patches = num_rows - (0 if no_embed_class else 1 + num_registers)
     grid_side = math.isqrt(max(num_patches, 0))
     if grid_side < 1 or grid_side**2 != num_patches:
         found = f"pos_embed of {origin} has {positions.shape[1]} rows"
-        raise WeightsError(f"{found}: not one for the class token and a square grid of patches")
+        raise WeightsError(f"{found}: not one for the class token and a square grid of patches. {NAME_IT}")
     heads = _num_heads(dim, num_heads, _NUM_HEADS_MOCOV3 if is_mocov3 else _NUM_HEADS, origin=origin)
     is_swiglu = fc1.shape[0] == 2 * fc2.shape[1]
     has_layer_scale = "blocks.0.ls1.gamma" in named
@@ -100,8 +108,10 @@ def as_transformer(
     }
     if has_layer_scale:
         arguments["init_values"] = 1.0
+    if num_registers or no_embed_class:
+        arguments["no_embed_class"] = no_embed_class
     if num_registers:
-        arguments |= {"reg_tokens": num_registers, "no_embed_class": no_embed_class}
+        arguments["reg_tokens"] = num_registers
         # DINOv2's authors resample by DINO's rule without registers, and by timm's with them (dinov2/hub/backbones.py)
         arguments["position_resampling"] = "timm"
     summary = _summary(_LETTERS if not has_layer_scale else _LETTERS_DINO, arguments)
@@ -111,6 +121,8 @@ def as_transformer(
 
 def as_dinov3(tensors: Mapping[str, Tensor], *, num_heads: int | None, origin: str) -> Network:
     """timm's Eva as DINOv3 uses it; its feature is the class token."""
+    if found := tensors.keys() & {"blocks.0.attn.relative_position_bias_table", "rope.freqs"}:
+        raise WeightsError(f"{origin} is no DINOv3: it holds {found.pop()}. {NAME_IT}")
     named = _renamed(tensors, _RENAMED_DINOV3, origin=origin)
     dim, patch_size = _patches_of(named, origin=origin)
     heads = _num_heads_dinov3(named.get("rope_embed.periods"), dim, num_heads, origin=origin)
@@ -231,7 +243,7 @@ def _with_split_bias(tensors: Mapping[str, Tensor], *, origin: str) -> dict[str,
             raise WeightsError(f"{for_message(key)} of {origin} has the shape {list(tensor.shape)}")
         query, keys, value = (tensor * mask).chunk(3)
         if not bool((keys == 0).all()):
-            raise WeightsError(f"{for_message(key)} of {origin} has a bias of keys, which timm's DINOv3 does not have")
+            raise WeightsError(f"{for_message(key)} of {origin} has a bias of keys, unlike DINOv3. {NAME_IT}")
         split |= {key.replace("qkv.bias", "q_bias"): query, key.replace("qkv.bias", "v_bias"): value}
     return split
 

@@ -15,6 +15,10 @@ from timm.models import vision_transformer as timm_vit
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
+from massl.commands.import_weights import import_weights
+from massl.commands.start import backbone_settings
+from massl.config import MasslError
+from massl.nn.backbone import build_backbone
 from massl.nn.timm_models import create_timm_model
 from massl.weights.convnet_keys import _CONVNEXTS, _ONLY_IN, _RESNETS
 from massl.weights.facts import WeightsError
@@ -151,6 +155,79 @@ def test_files_in_timms_own_layout_are_read_alike(network: str, tmp_path: Path) 
     loaded = open_model(path, num_heads=None if "ConvNeXt" in network else 2)
     assert summary in loaded.origin
     assert_equal_features(loaded, model, (loaded.image_size, loaded.image_size))
+
+
+NAMED = {  # timm's name -> whether massl reads its patch tokens, and takes other sizes
+    "deit3_small_patch16_224": True,
+    "vit_small_patch16_rope_224": True,
+    "vit_small_patch16_rope_ape_224": True,
+    "vit_small_patch16_rope_mixed_224": False,
+    "beit_base_patch16_224": False,
+}
+
+
+def named_model(name: str, **options: Any) -> Any:
+    """timm's model, in which every number is random."""
+    model = timm.create_model(name, **options).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("name", NAMED)
+@torch.inference_mode()
+def test_networks_that_are_named_give_the_tokens_of_timms_model_at_two_sizes(name: str, tmp_path: Path) -> None:
+    model = named_model(name)
+    file = saved(tmp_path, model.state_dict())
+    has_table = getattr(model, "pos_embed", None) is not None
+    rule = {"position_resampling": "timm"} if has_table else {}
+    folder = import_weights(file, output=tmp_path / "own", overrides={"backbone": name, **rule})
+    loaded = open_model(folder)
+    built = build_backbone(backbone_settings(loaded, drop_path_rate=0.0), seed=0).eval()  # what --init trains
+    built.model.load_state_dict(loaded.backbone.model.state_dict())
+    features = model.forward_head(model.forward_features(images(224, 224)), pre_logits=True)
+    torch.testing.assert_close(loaded.backbone(images(224, 224)).pooled, features, rtol=1e-4, atol=1e-4)
+    assert loaded.backbone.is_transformer == NAMED[name]
+    if not NAMED[name]:
+        assert loaded.backbone(images(224, 224)).patches is None
+        if name.startswith("beit"):  # its relative positions are those of one size
+            with pytest.raises(MasslError, match=r"takes no images of 96 px \(.*\); omit --image_size"):
+                import_weights(file, output=tmp_path / "small", overrides={"backbone": name, "image_size": 96})
+        return
+    at_any_size = timm.create_model(name, dynamic_img_size=True).eval()
+    at_any_size.load_state_dict(model.state_dict())
+    for size in ((224, 224), (96, 160)):
+        tokens = at_any_size.forward_features(images(*size))  # type: ignore[operator]
+        for backbone in (loaded.backbone, built):
+            found = backbone(images(*size))
+            torch.testing.assert_close(found.pooled, tokens[:, 0], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found.patches, tokens[:, 1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_networks_that_only_a_name_tells_are_never_taken_for_others(name: str, tmp_path: Path) -> None:
+    model = named_model(name)
+    if name.startswith("deit3"):  # timm's tensors tell it
+        found = open_foreign(saved(tmp_path, model.state_dict())).backbone(images(224, 224)).pooled
+        torch.testing.assert_close(found, model.forward_features(images(224, 224))[:, 0], rtol=1e-4, atol=1e-4)
+        return
+    with pytest.raises(WeightsError, match=r"If it is another network of timm, name it: massl import --backbone NAME$"):
+        open_foreign(saved(tmp_path, model.state_dict()))
+
+
+def test_files_of_deit3s_authors_are_read_if_they_are_named(tmp_path: Path) -> None:
+    model = named_model("deit3_small_patch16_224")
+    state = {
+        key.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): value
+        for key, value in model.state_dict().items()
+    }
+    found = open_foreign(saved(tmp_path, {"model": state}), timm_name="deit3_small_patch16_224")
+    expected = model.forward_features(images(224, 224))[:, 0]
+    torch.testing.assert_close(found.backbone(images(224, 224)).pooled, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(WeightsError, match=r"name it: massl import --backbone NAME"):
+        open_foreign(saved(tmp_path, {"model": state}))
 
 
 @pytest.mark.parametrize(("num_registers", "rule"), [(0, "dino"), (4, "timm")])
