@@ -214,7 +214,45 @@ def test_other_training_images_under_the_same_name_stand_beside_the_first(
 def test_training_images_as_test_images_are_called_what_they_are(evaluate: Any, train: Path, output: Path) -> None:
     answer = evaluate("knn", "--knn.ks", "1", images=(train, train))
     assert "the training images are the test images" in answer.text
-    assert _settings(output) == ["k=1, tested on the training images"]
+    assert _settings(output) == ["k=1, test images seen in pre-training, tested on the training images"]
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "hold_out", "tested_on", "is_seen"),
+    [
+        ("photos/train", 0.0, "photos/train", True),
+        ("folder:photos/train?labels=none", 0.0, "photos/train", True),
+        ("photos/train", 0.2, "photos/train", True),  # most of them
+        ("photos", 0.0, "photos/test", True),  # a folder that holds them
+        ("photos/train", 0.0, "photos/test", False),
+    ],
+)
+def test_test_images_that_the_run_was_trained_on_are_told_and_remarked(
+    massl_here: Any,
+    recipe: Path,
+    output: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained_on: str,
+    hold_out: float,
+    tested_on: str,
+    is_seen: bool,
+) -> None:
+    """Those that only the classifier learns from, --train, are usually the run's; this is not told."""
+    monkeypatch.chdir(tmp_path)
+    for part, seed in (("train", 1), ("test", 2)):
+        for number, image in enumerate(_stripes(NUM_TRAIN, seed=seed)):
+            folder = tmp_path / "photos" / part / f"class{number % NUM_CLASSES}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / f"{number}.png")
+    short = {"trainer.max_steps": 1, "probes.every_epochs": 0, "data.hold_out": hold_out}
+    massl.pretrain(recipe=recipe, data=trained_on, output="run", overrides=short)
+    given = ("--protocol", "knn", "--knn.ks", "1", "--train", "photos/train", "--test", tested_on, "--output", output)
+    for _ in range(2):  # also where it was measured before
+        answer = massl_here("evaluate", "run", *given)
+        assert answer.status == 0, answer.text
+        assert answer.error.count("caution: the run was trained on test images") == is_seen
+    assert ["seen in pre-training" in setting for setting in _settings(output)] == [is_seen]
 
 
 def test_a_crop_ratio_is_not_named_where_it_plays_no_part(evaluate: Any, output: Path) -> None:

@@ -72,14 +72,18 @@ class ModelSettings(ExtractionSettings):
         return read_rules(self.pixel_range, self.max_file_mib, self.max_megapixels, ranges_of_run(self.model))
 
 
-def ranges_of_run(model: str) -> PixelRanges | None:
-    """The range that a run recorded of its images with more than 8 bits; None if it had none."""
+def record_of_run(model: str) -> DataRecord | None:
+    """What a run recorded of the images it was trained on; None if the model is no run, or an older one."""
     path = Path(model).expanduser()
     folder = path.parent if path.is_file() else path  # a file counts only beside the recipe of its run
     record = DataRecord(folder)
-    if not (folder / "recipe.yaml").is_file():
-        return None
-    return record.ranges if record.exists and record.ranges.key else None
+    return record if (folder / "recipe.yaml").is_file() and record.exists else None
+
+
+def ranges_of_run(model: str) -> PixelRanges | None:
+    """The range that a run recorded of its images with more than 8 bits; None if it had none."""
+    record = record_of_run(model)
+    return record.ranges if record is not None and record.ranges.key else None
 
 
 @contextmanager

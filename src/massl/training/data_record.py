@@ -45,6 +45,11 @@ class DataRecord:
         recorded = self._read().get("pixel_ranges")
         return PixelRanges(of_each_image=True) if recorded is None else PixelRanges.from_json(recorded)
 
+    @property
+    def source(self) -> str:
+        """As the images were last opened."""
+        return str(self._read().get("source", ""))
+
     def digests(self) -> list[str]:
         """Of the images now, and of those before each accepted change."""
         known = self._read()

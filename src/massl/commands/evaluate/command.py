@@ -14,11 +14,13 @@ from massl.commands.console import print_line, print_table, require_writable, re
 from massl.commands.evaluate.jobs import Job, digest_of, digest_of_images, jobs_of
 from massl.commands.evaluate.settings import EvaluateSettings, EvaluationRequest
 from massl.commands.images import UnreadableLeftOut
-from massl.commands.model import model_on_device
+from massl.commands.model import model_on_device, record_of_run
 from massl.config import MasslError, changed, merge, validate
 from massl.data.evaluation.views import PUBLISHED_CROP_RATIO
+from massl.data.identity import identify
 from massl.data.keys import stored_key
 from massl.data.sources import ImageSource
+from massl.data.sources.folder import FolderSource, folder_named
 from massl.evaluations.base import EvaluationData
 from massl.evaluations.features import Extractor
 from massl.evaluations.measurement import EvaluationError, Measurement
@@ -126,7 +128,9 @@ def _run_job(
     entry, model = PROTOCOLS[job.protocol], extractor.model
     doubts: list[str] = []
     data = job.open(job.output_in(folder), doubts.append)
-    for doubt in doubts:
+    is_seen = data.test is not None and _seen_in_training(model.name, data.test)
+    seen = "caution: the run was trained on test images, so this does not tell how its features suit new ones"
+    for doubt in (*doubts, *([seen] if is_seen else [])):
         print_line(console, f"{job.title}: {doubt}", style="yellow")
     if not entry.uses_centre_crop:
         extractor = replace(extractor, crop_ratio=PUBLISHED_CROP_RATIO)  # so that results do not mention the user's
@@ -140,6 +144,7 @@ def _run_job(
     began = time.perf_counter()
     remarks = [*_feature_remarks(extractor), *changed(job.settings, besides=entry.unremarked)]
     remarks += ["other images than published"] if doubts else []
+    remarks += ["test images seen in pre-training"] if is_seen else []
     if data.train is not None and data.test is not None and data.train.fingerprint() == data.test.fingerprint():
         remarks.append("tested on the training images")
         print_line(console, f"{job.title}: the training images are the test images", style="yellow")
@@ -186,6 +191,20 @@ def _measure(
         return list(PROTOCOLS[job.protocol].measure(extractor, chosen, job.settings)), sum(left_out.values())
 
     return unreadable.run(measure, *given)
+
+
+def _seen_in_training(model: str, test: ImageSource) -> bool:
+    """Whether the model is a run that was trained on these images, or on a folder that holds them.
+
+    Also where data.hold_out kept some of them out.
+    """
+    record = record_of_run(model)
+    if record is None:
+        return False
+    if isinstance(test, FolderSource):  # by place: uncompressed images often have equal names and sizes
+        folder = folder_named(record.source)
+        return folder is not None and test.root.resolve().is_relative_to(folder)
+    return identify(test).digest in record.digests()
 
 
 def _feature_remarks(extractor: Extractor) -> list[str]:

@@ -192,6 +192,16 @@ def require_possible(path: Path) -> None:
         raise DataError(f"{str(path)[:200]} cannot be opened: {error.strerror}; check --data") from None
 
 
+def folder_named(uri: str) -> Path | None:
+    """The place, links followed, of the folder that a path or `folder:PATH` names; None if nothing is there."""
+    location = uri.removeprefix("folder:")
+    path = location if location == uri else location.rpartition("?")[0] or location
+    try:
+        return Path(path).expanduser().resolve(strict=True) if path else None
+    except (OSError, ValueError, RuntimeError):  # too long, holds a zero byte, ~NOBODY
+        return None
+
+
 def open_folder(
     location: str,
     *,
