@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import torch
 from PIL import Image
 
 import massl
+from massl.commands.evaluate.jobs import digest_of_images
 from massl.config import MasslError, RecipeError
+from massl.data.sources import open_source
+from massl.evaluations.base import EvaluationData
 from massl.evaluations.results import read_rows
 from massl.nn.backbone import BackboneSettings, build_backbone
 from massl.weights.io import backbone_bytes
@@ -271,6 +275,62 @@ def test_changed_images_are_measured_anew(evaluate: Any, train: Path, output: Pa
     first, second = rows[: len(rows) // 2], rows[len(rows) // 2 :]
     assert {row["run"] for row in first} != {row["run"] for row in second}
     assert [row["value"] for row in first] != [row["value"] for row in second]
+
+
+def _copied(root: Path, *, keeps_times: bool) -> None:
+    """The same files in other inodes: `cp -p`, or a checkout."""
+    shutil.copytree(root, root.with_name("copy"), copy_function=shutil.copy2 if keeps_times else shutil.copyfile)
+    shutil.rmtree(root)
+    root.with_name("copy").rename(root)
+
+
+TOUCHED: dict[str, Callable[[Path], object]] = {
+    "chmod": lambda root: [file.chmod(0o640) for file in root.rglob("*.png")],
+    "cp -p": lambda root: _copied(root, keeps_times=True),
+    "checkout": lambda root: _copied(root, keeps_times=False),
+}
+
+
+@pytest.mark.parametrize("how", TOUCHED)
+def test_images_that_were_only_touched_or_copied_are_measured_again_into_the_same_line(
+    evaluate: Any, make_folder: Any, output: Path, how: str
+) -> None:
+    """Measured again: only the time of change, which chmod sets too, tells of a file that was rewritten."""
+    photos = make_folder("photos", 24, classes=4)
+    _assert_measured(evaluate("knn", "--knn.ks", "1", images=(photos, photos)))
+    time.sleep(0.02)  # the system's clock for files ticks every 4 ms
+    TOUCHED[how](photos)
+    _assert_measured(evaluate("knn", "--knn.ks", "1", images=(photos, photos)))
+    assert len({row["run"] for row in _rows(output)}) == 2
+    assert (output / "results.md").read_text().count("| k=1") == 1
+
+
+def test_uncompressed_images_of_equal_names_and_sizes_are_told_apart(
+    evaluate: Any, output: Path, tmp_path: Path
+) -> None:
+    for seed in (1, 2):
+        for number, image in enumerate(_stripes(NUM_TEST, seed=seed)):
+            folder = tmp_path / f"{seed}" / f"class{number % NUM_CLASSES}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(folder / f"{number}.bmp")
+    for seed in (1, 2):
+        images = tmp_path / "1", tmp_path / f"{seed}"
+        _assert_measured(evaluate("knn", "--knn.ks", "1", "--name", "mine", images=images))
+    assert "(train: " in (output / "results.md").read_text()
+
+
+def test_results_of_older_versions_are_found_and_replaced(evaluate: Any, make_folder: Any, output: Path) -> None:
+    """They name the images by a digest of times and inodes too."""
+    photos = make_folder("photos", 24, classes=4)
+    _assert_measured(evaluate("knn", "--knn.ks", "1", images=(photos, photos)))
+    source = open_source(photos)
+    old = digest_of_images(EvaluationData(name="", train=source, test=source, output=output))
+    rows = [{**row, "images": old} for row in _rows(output)]
+    (output / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    again = evaluate("knn", "--knn.ks", "1", images=(photos, photos))
+    assert "measured before" in again.error
+    _assert_measured(evaluate("knn", "--knn.ks", "1", "--again", "True", images=(photos, photos)))
+    assert (output / "results.md").read_text().count("| k=1") == 1
 
 
 def test_weights_are_told_apart_and_found_by_folder_or_file(

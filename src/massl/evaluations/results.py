@@ -46,7 +46,7 @@ class ResultRow:
     precision: str
     run: str  # digest of settings, data and weights: equal for the same measurement
     train: str  # the training images, as the user named them; "" for none
-    images: str  # digest of all images, which tells data sets of the same name apart
+    images: str  # digest of names, sizes and samples of all images, which tells data sets of the same name apart
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))  # UTC, ISO 8601
     version: str = field(default_factory=version_of_massl)  # of massl
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from massl import distributed
 from massl.commands.arguments import parse
 from massl.commands.console import print_line, print_table, require_writable, result_console
-from massl.commands.evaluate.jobs import Job, digest_of, digest_of_images, jobs_of
+from massl.commands.evaluate.jobs import Job, digest_of, digest_of_images, jobs_of, name_of_images
 from massl.commands.evaluate.settings import EvaluateSettings, EvaluationRequest
 from massl.commands.images import UnreadableLeftOut
 from massl.commands.model import model_on_device, record_of_run
@@ -32,6 +32,7 @@ from massl.reports.tables import ResultsTable, as_markdown, results_table, trans
 from massl.weights.io import own_image_size
 
 _TABLE_FILE = "results.md"
+_SEEN = "caution: the run was trained on test images, so this does not tell how its features suit new ones"
 
 DESCRIPTION = """Judge a model by the paper's protocols.
 
@@ -101,7 +102,7 @@ def _run(extractor: Extractor, request: EvaluationRequest, folder: Path, console
     runs, failed = set(), {}
     for job in jobs:
         try:
-            run, measured = _run_job(job, extractor, folder, known, unreadable, console)
+            run, measured = _run_job(job, extractor, folder, rows, known, unreadable, console)
             runs.add(run)
             rows += measured
         except MasslError as error:
@@ -122,15 +123,20 @@ def _run(extractor: Extractor, request: EvaluationRequest, folder: Path, console
 
 
 def _run_job(
-    job: Job, extractor: Extractor, folder: Path, known: set[str], unreadable: UnreadableLeftOut, console: Console
+    job: Job,
+    extractor: Extractor,
+    folder: Path,
+    rows_before: Sequence[ResultRow],
+    known: set[str],
+    unreadable: UnreadableLeftOut,
+    console: Console,
 ) -> tuple[str, list[ResultRow]]:
     """The job's digest, and its new results, which are written together; none if the digest is `known`."""
     entry, model = PROTOCOLS[job.protocol], extractor.model
     doubts: list[str] = []
     data = job.open(job.output_in(folder), doubts.append)
     is_seen = data.test is not None and _seen_in_training(model.name, data.test)
-    seen = "caution: the run was trained on test images, so this does not tell how its features suit new ones"
-    for doubt in (*doubts, *([seen] if is_seen else [])):
+    for doubt in (*doubts, *([_SEEN] if is_seen else [])):
         print_line(console, f"{job.title}: {doubt}", style="yellow")
     if not entry.uses_centre_crop:
         extractor = replace(extractor, crop_ratio=PUBLISHED_CROP_RATIO)  # so that results do not mention the user's
@@ -141,6 +147,8 @@ def _run_job(
             console, f"{job.title}: measured before, see {folder / RESULTS_FILE}; --again True measures it again"
         )
         return run, []
+    if all(row.images != images for row in rows_before):  # rows of older versions name these images by that digest
+        images = name_of_images(data)
     began = time.perf_counter()
     remarks = [*_feature_remarks(extractor), *changed(job.settings, besides=entry.unremarked)]
     remarks += ["other images than published"] if doubts else []

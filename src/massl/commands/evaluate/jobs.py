@@ -1,17 +1,20 @@
 """The jobs of `massl evaluate`: protocols on images named by the user, or the paper's suite."""
 
 import functools
+import hashlib
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from massl.commands.evaluate.settings import EvaluationRequest
 from massl.commands.images import open_images
 from massl.config import Settings, fingerprint, merge, validate
+from massl.data.identity import identify
 from massl.data.keys import stored_key
-from massl.data.sources import ImageSource, open_source
-from massl.data.sources.file_stamps import digest_of_files
+from massl.data.sources import DataError, ImageSource, open_source
+from massl.data.sources.file_stamps import digest_of_files, sizes_of_files
 from massl.data.sources.listing import files_below
 from massl.evaluations.base import EvaluationData
 from massl.evaluations.datasets import look_up, missing_data, open_data
@@ -22,6 +25,7 @@ from massl.evaluations.protocols.linear import HEAD_FILE
 from massl.evaluations.suite import plan_suite
 
 _FORMAT = 1  # increase when the same protocol on the same data gives other numbers
+_NUM_COMPARED = 32  # images of a source whose content counts in its name
 
 Warn = Callable[[str], None]
 
@@ -122,14 +126,39 @@ def _settings_of(protocol: str, request: EvaluationRequest) -> Settings:
 
 
 def digest_of_images(data: EvaluationData) -> str:
-    """Digest of all images of an evaluation."""
+    """Digest of all images of an evaluation, which a file that is merely touched or copied changes, too.
+
+    It decides what need not be measured again: no write to a file can escape it.
+    """
+    return _digest_of_parts(data, lambda source: source.fingerprint(), digest_of_files)
+
+
+def name_of_images(data: EvaluationData) -> str:
+    """Digest that names the images in results: equal for copies of the files, and after chmod or a checkout."""
+    return _digest_of_parts(data, _name_of_source, lambda *files: sizes_of_files(*files).hex())
+
+
+def _digest_of_parts(
+    data: EvaluationData, of_source: Callable[[ImageSource], str], of_files: Callable[[Path, Iterator[str]], str]
+) -> str:
     sources = {part: getattr(data, part) for part in ("train", "test", "validation")}
     return fingerprint(
         {
-            **{part: None if source is None else source.fingerprint() for part, source in sources.items()},
-            "folder": None if data.folder is None else digest_of_files(data.folder, files_below(data.folder)),
+            **{part: None if source is None else of_source(source) for part, source in sources.items()},
+            "folder": None if data.folder is None else of_files(data.folder, files_below(data.folder)),
         }
     )
+
+
+def _name_of_source(source: ImageSource) -> str:
+    """Names and sizes, and the content of a few files: uncompressed images of two sets may have equal sizes."""
+    identity = identify(source)
+    digest = hashlib.sha256(identity.digest.encode())
+    step = -(-len(source) // _NUM_COMPARED)
+    for index in range(0, len(source), step) if identity.files else ():
+        with suppress(DataError, OSError):  # unreadable images are left out later
+            digest.update(bytes(source.read(index).data))
+    return digest.hexdigest()
 
 
 def digest_of(job: Job, data: EvaluationData, *, images: str, extractor: Extractor) -> str:
