@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 from pydantic import Field, ValidationError
+from pydantic.fields import FieldInfo
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from massl.config import Settings, UsageError, explain
@@ -54,6 +55,7 @@ def parse(
             _validation_problem(exit_request, arguments_type)
             or _type_problem(exit_request, arguments)
             or _choice_problem(printed.getvalue())
+            or _other_name_problem(printed.getvalue(), arguments_type, arguments)
         )
         if problem is None:  # --help, or an unknown option
             sys.stderr.write(printed.getvalue())
@@ -108,6 +110,42 @@ def _choice_problem(printed: str) -> str | None:
         return None
     choices = re.findall("'(.*?)'", found["all"])
     return f"{found['option']} {found['given']}: expected {' or '.join(choices)}"
+
+
+# What other programs of the field call an option -> what it may be called here.
+_OTHER_NAMES = {
+    "arch": ("backbone.name",),
+    "backbone": ("backbone.name",),
+    "batch_size": ("trainer.batch_size",),
+    "device": ("trainer.device",),
+    "gpu": ("trainer.device", "device"),
+    "image_size": ("views.global_size",),
+    "img_size": ("views.global_size", "image_size"),
+    "learning_rate": ("optimizer.learning_rate",),
+    "lr": ("optimizer.learning_rate",),
+    "model": ("backbone.name",),
+    "num_workers": ("data.num_workers",),
+    "weight_decay": ("optimizer.weight_decay",),
+    "workers": ("data.num_workers", "num_workers"),
+}
+
+
+def _other_name_problem(printed: str, arguments_type: type[Settings], arguments: Sequence[str]) -> str | None:
+    """ "--lr: here it is --optimizer.learning_rate (peak ...)", if tyro does not know the option and it is here."""
+    unknown = printed.partition("Unrecognized options")[2].partition("Perhaps you meant")[0]
+    for given in (word.partition("=")[0] for word in arguments):
+        names = _OTHER_NAMES.get(given.removeprefix("--").replace("-", "_"), ()) if given in unknown else ()
+        for name in names:
+            if (field := _field_at(arguments_type, name)) is not None:
+                return f"{given}: here it is --{name} ({field.description})"
+    return None
+
+
+def _field_at(settings_type: Any, name: str) -> FieldInfo | None:
+    """The field of a dotted name; None if there is none."""
+    section, _, rest = name.partition(".")
+    field: FieldInfo | None = getattr(settings_type, "model_fields", {}).get(section)
+    return _field_at(field.annotation, rest) if field is not None and rest else field
 
 
 def _in_words(metavar: str) -> str:

@@ -149,3 +149,38 @@ def test_an_unknown_option_is_shown_with_those_that_are_similar(capsys: pytest.C
     with pytest.raises(SystemExit):
         parse(Typed, "try", "", ["--epoch", "3"])
     assert "--epochs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [
+        ("--lr", "--optimizer.learning_rate"),
+        ("--learning_rate", "--optimizer.learning_rate"),
+        ("--image_size", "--views.global_size"),
+        ("--batch-size", "--trainer.batch_size"),
+        ("--workers", "--data.num_workers"),
+        ("--arch", "--backbone.name"),
+        ("--model", "--backbone.name"),
+        ("--gpu", "--trainer.device"),
+    ],
+)
+@pytest.mark.parametrize("command", ["pretrain", "plan"])
+@pytest.mark.parametrize("form", ["{} 1", "{}=1"])
+def test_an_option_by_the_name_of_other_programs_is_answered_with_its_name_here(
+    command: str, given: str, option: str, form: str
+) -> None:
+    with pytest.raises(UsageError, match=rf"^{given}: here it is {option} \(.*; see massl {command} --help$"):
+        parse_pretrain(["photos/", *form.format(given).split()], command=command)
+
+
+def test_only_options_that_the_command_has_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    start = ["runs/a", "--protocol", "knn", "--train", "a", "--test", "b", "--output", "results"]
+    assert parse(EvaluateSettings, "evaluate", "", [*start, "--image_size", "64"]).image_size == 64  # its own
+    with pytest.raises(UsageError, match=r"^--workers: here it is --num_workers \("):
+        parse(EvaluateSettings, "evaluate", "", [*start, "--workers", "2"])
+    with pytest.raises(SystemExit):
+        parse(EvaluateSettings, "evaluate", "", [*start, "--lr", "2"])
+    assert "Unrecognized options" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exited:
+        parse(EvaluateSettings, "evaluate", "", [*start, "--workers", "2", "--help"])
+    assert exited.value.code == 0
