@@ -1,5 +1,6 @@
 """`massl pretrain photos/` and `massl plan photos/` on a few tiny images."""
 
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -196,8 +197,13 @@ def test_auto_is_compared_for_equal_minutes_and_continues(photos: Path, massl_he
         *options,
     ]
     answer = massl_here(*command)
-    assert "auto: " in answer.text
-    assert (tmp_path / "out" / "auto" / "plan.txt").is_file(), answer.text
+    run = tmp_path / "out" / "auto"
+    (why,) = [line for line in (run / "plan.txt").read_text().splitlines() if "trainer.epochs" in line]
+    assert "they fill 0.05 minutes at " in why, answer.text
+    assert "patch_size 4: as you asked" in (run / "plan.txt").read_text()
+    planned = json.loads((tmp_path / "out" / "minutes.json").read_text())["runs"]["auto"]
+    assert f"trainer.epochs {planned['trainer.epochs']}: " in why
+    assert planned["images_per_second"] > 0
     again = massl_here(*command)
     assert "auto: the run exists and keeps its length" in again.text
     assert "failed" not in again.text

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from massl import distributed
 from massl.commands.arguments import exit_status
-from massl.commands.auto import PLAN_FILE, resolve
+from massl.commands.auto import PLAN_FILE, Resolved, resolve
 from massl.commands.console import message_console, print_line, working
 from massl.commands.device import choose_device, host_threads_for
 from massl.commands.images import SkippedImages, download_named, open_images
@@ -88,7 +88,19 @@ def pretrain(
     """
     path = Path(output or default_output(data)).expanduser()
     found = resolve(recipe, data=data, overrides=overrides or {}, run=path, init=init, minutes=minutes)
-    named = dotted(overrides or {}, PretrainRecipe)
+    return pretrain_as_resolved(found, path, data=data, overrides=overrides or {}, init=init)
+
+
+def pretrain_as_resolved(
+    found: Resolved,
+    path: Path,
+    *,
+    data: str | Path | None,
+    overrides: Mapping[str, Any],
+    init: str | Path | None = None,
+) -> PretrainResult:
+    """`pretrain` by a recipe that `resolve` found for the same arguments."""
+    named = dotted(overrides, PretrainRecipe)
     device = choose_device(found.recipe.trainer.device, option="trainer.device")
     distributed.start(device.type)
     console = message_console(quiet=not distributed.is_main())

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from massl.commands.arguments import exit_status, parse
 from massl.commands.auto import resolve
-from massl.commands.compare.minutes import refuse_other_minutes, timed_overrides
+from massl.commands.compare.minutes import refuse_other_minutes, timed_auto, timed_overrides
 from massl.commands.console import (
     command_text,
     message_console,
@@ -23,8 +23,8 @@ from massl.commands.console import (
     result_console,
 )
 from massl.commands.device import release_memory
-from massl.commands.pretrain import RunInterrupted, pretrain
-from massl.commands.recipe import TrainingImages, as_set_options, load_recipe, parse_set_options
+from massl.commands.pretrain import PretrainResult, RunInterrupted, pretrain, pretrain_as_resolved
+from massl.commands.recipe import PretrainRecipe, TrainingImages, as_set_options, load_recipe, parse_set_options
 from massl.commands.recipes import AUTO
 from massl.config import MasslError, RecipeError, Settings, validate
 from massl.data.sources import open_source
@@ -208,8 +208,7 @@ def _train_all(
         print_line(console, f"\n{name}", style="bold")
         release_memory()
         try:
-            overrides = training.overrides if minutes is None else _overrides_lasting(minutes, training, data, console)
-            result = pretrain(recipe=training.recipe, output=training.output, data=data or None, overrides=overrides)
+            result = _train(training, data or None, minutes, console)
         except RunInterrupted as interrupted:
             return [*trained, training.output], failed, interrupted.result.signal_number
         except MasslError as error:
@@ -225,23 +224,32 @@ def _train_all(
     return trained, failed, None
 
 
-def _overrides_lasting(minutes: float, training: _Training, data: str, console: Console) -> dict[str, Any]:
-    """The overrides of a training, with those that make it last `minutes`."""
-    images = {"data.source": data} if data else {}
-    asked = {**training.overrides, **images}
-    if training.recipe == AUTO:
-        recipe = resolve(AUTO, data=data or None, overrides=training.overrides, run=training.output, quiet=True).recipe
-    else:
-        recipe = load_recipe(training.recipe, asked)
-    if "data.source" in asked:
-        open_source(recipe.data.source, may_download=True)  # the trial takes the recipe, which starts no download
+def _train(training: _Training, data: str | None, minutes: float | None, console: Console) -> PretrainResult:
+    output, overrides = training.output, training.overrides
 
     def tell(what: str) -> None:
-        print_line(console, f"{training.output.name}: {what}")
+        print_line(console, f"{output.name}: {what}")
 
-    length = timed_overrides(minutes, recipe, run=training.output, given=training.overrides, tell=tell)
-    release_memory()
-    return {**training.overrides, **length}
+    if minutes is not None and training.recipe == AUTO and not (output / "recipe.yaml").exists():
+        found = timed_auto(minutes, data, run=output, given=overrides, tell=tell)
+        release_memory()
+        return pretrain_as_resolved(found, output, data=data, overrides=overrides)
+    if minutes is not None:
+        recipe = _recipe_to_time(training, data)
+        overrides = {**overrides, **timed_overrides(minutes, recipe, run=output, given=overrides, tell=tell)}
+        release_memory()
+    return pretrain(recipe=training.recipe, output=output, data=data, overrides=overrides)
+
+
+def _recipe_to_time(training: _Training, data: str | None) -> PretrainRecipe:
+    """The recipe with the values of the command."""
+    if training.recipe == AUTO:  # of the run, which exists
+        return resolve(AUTO, data=data, overrides=training.overrides, run=training.output, quiet=True).recipe
+    asked = {**training.overrides, **({"data.source": data} if data else {})}
+    recipe = load_recipe(training.recipe, asked)
+    if "data.source" in asked:
+        open_source(recipe.data.source, may_download=True)  # the trial takes the recipe, which starts no download
+    return recipe
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------

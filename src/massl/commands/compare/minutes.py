@@ -5,9 +5,12 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from massl.commands.auto import Resolved, resolve
 from massl.commands.console import require_writable
 from massl.commands.recipe import PretrainRecipe, load_recipe
+from massl.commands.recipes import AUTO
 from massl.commands.timing import (
+    WARM_UPS,
     epochs_lasting,
     images_per_epoch,
     refuse_other_length,
@@ -48,10 +51,32 @@ def timed_overrides(
     before = flatten(recipe)
     changes = [f"{key} {value:g} instead of {before[key]:g}" for key, value in overrides.items()]
     tell("; ".join([f"{told}: {minutes:g} minutes are {exact:.2f} epochs", *changes]))
+    _warn_of_rounding(minutes, epochs, exact, tell)
+    return overrides
+
+
+def timed_auto(
+    minutes: float, data: str | None, *, run: Path, given: Mapping[str, Any], tell: Callable[[str], None]
+) -> Resolved:
+    """What auto chooses for a new run of `minutes`, recorded like `timed_overrides`."""
+    require_writable(run.parent)
+    found = resolve(AUTO, data=data, overrides=given, run=run, minutes=minutes)
+    assert found.speed is not None
+    assert found.images is not None
+    epochs, exact = epochs_lasting(
+        minutes, found.speed, num_images=images_per_epoch(found.recipe, found.images.num_images)
+    )
+    chosen = flatten(found.recipe)
+    overrides = {key: chosen[key] for key in ("trainer.epochs", *WARM_UPS) if key in chosen}
+    _record(run, minutes=minutes, values={"images_per_second": round(found.speed.images_per_second, 1), **overrides})
+    _warn_of_rounding(minutes, epochs, exact, tell)
+    return found
+
+
+def _warn_of_rounding(minutes: float, epochs: int, exact: float, tell: Callable[[str], None]) -> None:
     if abs(epochs / exact - 1) > _TOLERATED_ROUNDING:
         trained = minutes * epochs / exact
         tell(f"warning: epochs are whole, so it trains for about {trained:.2f} minutes instead of {minutes:g}")
-    return overrides
 
 
 def refuse_other_minutes(folder: Path, minutes: float) -> None:
