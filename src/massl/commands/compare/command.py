@@ -31,6 +31,7 @@ from massl.data.sources import open_source
 from massl.files import write_atomically
 from massl.reports.comparison.documents import comparison_document, comparison_values
 from massl.reports.comparison.tables import cautions, comparison_table
+from massl.reports.published.data_sets import require_known
 from massl.reports.run_reader import read_run
 from massl.reports.runs import Run, distinct_labels
 
@@ -66,6 +67,9 @@ class CompareSettings(Settings):
         None,
         gt=0,
         description="train each run for this many minutes (probes not counted); a short trial finds the epochs",
+    )
+    data_set: str | None = Field(
+        None, description="ImageNet adds the paper's table of time and memory; default: if data.source tells so"
     )
     output: str = Field(
         description="folder for comparison.md, .json, .png and .svg and for trained runs; the same command continues"
@@ -118,16 +122,19 @@ def compare(
     recipe: str | Path = "",
     data: str | Path | None = None,
     minutes: float | None = None,
+    data_set: str | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> Comparison:
     """Compare run folders, or train recipes or methods first; write comparison.md, .json, .png and .svg to `output`.
 
     Give one of `runs` (folders, finished or in progress), `recipes` (names or files) or `methods` (with `recipe`).
     What is trained gets a run folder below `output`. `data` names its images, `minutes` its training time, `overrides`
-    changes values of all recipes, e.g. {"trainer.epochs": 20}. What cannot be read or trained is named in `failed`.
+    changes values of all recipes, e.g. {"trainer.epochs": 20}; `data_set="ImageNet"` adds the paper's table.
+    What cannot be read or trained is named in `failed`.
     """
     plain: dict[str, Any] = {"runs": [str(run) for run in runs], "recipes": list(recipes), "methods": list(methods)}
-    plain |= {"recipe": str(recipe), "minutes": minutes, "output": str(output), "set": as_set_options(overrides or {})}
+    plain |= {"recipe": str(recipe), "minutes": minutes, "data_set": data_set, "output": str(output)}
+    plain |= {"set": as_set_options(overrides or {})}
     plain |= {} if data is None else {"data": {"source": str(data)}}
     return run_comparison(validate(CompareSettings, plain, origin="compare"))
 
@@ -140,6 +147,7 @@ def main(arguments: Sequence[str]) -> int:
 def run_comparison(settings: CompareSettings) -> Comparison:
     """`compare` with all settings in one object, as the command line gives them."""
     output = Path(settings.output).expanduser()
+    require_known(settings.data_set)
     require_writable(output)
     folders = [Path(folder).expanduser() for folder in settings.runs]
     failed: dict[str, str] = {}
@@ -153,7 +161,7 @@ def run_comparison(settings: CompareSettings) -> Comparison:
     if not runs:
         reasons = " ".join(f"{name}: {problem}." for name, problem in failed.items())
         raise MasslError(f"there is no run to compare. {reasons}")
-    _write(runs, output, command=command_text("compare", settings), failed=failed)
+    _write(runs, output, settings, failed=failed)
     comparison = Comparison(folder=output, runs=tuple(runs), failed=failed, signal_number=signal_number)
     _show(comparison)
     return comparison
@@ -267,14 +275,15 @@ def _read(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     return runs, problems
 
 
-def _write(runs: Sequence[Run], output: Path, *, command: str, failed: Mapping[str, str]) -> None:
+def _write(runs: Sequence[Run], output: Path, settings: CompareSettings, *, failed: Mapping[str, str]) -> None:
     from massl.reports.comparison.plots import comparison_figure  # imports matplotlib, which takes 0.7 s
     from massl.reports.figures import save_figure
 
     save_figure(comparison_figure(runs), output / _NAME)
     values = comparison_values(runs, failed=failed)
     write_atomically(output / f"{_NAME}.json", json.dumps(values, indent=2) + "\n")
-    document = comparison_document(runs, failed=failed, command=command, picture=f"{_NAME}.png")
+    command, picture = command_text("compare", settings), f"{_NAME}.png"
+    document = comparison_document(runs, failed=failed, command=command, picture=picture, data_set=settings.data_set)
     write_atomically(output / f"{_NAME}.md", document)
 
 

@@ -12,6 +12,7 @@ from massl.reports.comparison.tables import (
     other_differences,
     paper_time_table,
 )
+from massl.reports.published.data_sets import data_set_named
 from massl.reports.runs import Run
 from massl.reports.tables import as_markdown
 
@@ -23,13 +24,18 @@ _HOW_NUMBERS_ARE_MADE = (
     "effective rank and spread only show whether features collapsed, and the other view how well images are told apart."
 )
 _ABOUT_THE_PAPER = (
-    "Data, networks and machines are others than here: compare the ratios, not the figures. The paper's k-NN is "
+    "Networks and machines are others than here: compare the ratios, not the figures. The paper's k-NN is "
     "measured on all of ImageNet, its memory in GB."
 )
 
 
-def comparison_document(runs: Sequence[Run], *, failed: Mapping[str, str], command: str, picture: str) -> str:
-    """comparison.md: table, figure, differences, the paper's table, and the commands that repeat all this."""
+def comparison_document(
+    runs: Sequence[Run], *, failed: Mapping[str, str], command: str, picture: str, data_set: str | None = None
+) -> str:
+    """comparison.md: table, figure, differences, and the commands that repeat all this; for ImageNet the paper's table.
+
+    `data_set` is what the runs were trained on, if the names of their sources do not tell.
+    """
     parts = [
         "# Runs side by side",
         as_markdown(comparison_table(runs)),
@@ -41,10 +47,9 @@ def comparison_document(runs: Sequence[Run], *, failed: Mapping[str, str], comma
         parts += ["Other settings that differ, apart from those of the methods:", _bullets(tuned)]
     if failed:
         parts += ["## Failed", _bullets(f"{name}: {problem}" for name, problem in failed.items())]
+    if any((data_set_named(str(run.settings["data.source"])) or data_set) == "ImageNet" for run in runs):
+        parts += ["## The paper's table of time and memory", as_markdown(paper_time_table()), _ABOUT_THE_PAPER]
     parts += [
-        "## The paper's table of time and memory",
-        as_markdown(paper_time_table()),
-        _ABOUT_THE_PAPER,
         "## To repeat it",
         f"```bash\n{command}\n```",
         "Each run alone:",

@@ -97,6 +97,15 @@ def test_runs_are_compared_in_four_files(tmp_path: Path) -> None:
     assert "![The probes against cost and epochs](comparison.png)" in document
 
 
+def test_the_papers_table_is_shown_where_it_is_asked_for(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    for data_set, has_paper in ((None, False), ("ImageNet", True)):
+        compare([folder], output=tmp_path / "out", data_set=data_set)
+        assert ("The paper's table" in (tmp_path / "out" / "comparison.md").read_text()) == has_paper
+    with pytest.raises(MasslError, match="no public table is about 'photos'"):
+        compare([folder], output=tmp_path / "out", data_set="photos")
+
+
 def test_folders_of_one_name_are_labelled_apart(tmp_path: Path) -> None:
     comparison = compare(
         [write_run(tmp_path / "x" / "massl"), write_run(tmp_path / "y" / "massl")], output=tmp_path / "out"

@@ -225,7 +225,7 @@ def test_the_papers_table_has_its_figures_and_ratios() -> None:
     assert table.title == "The paper's: ViT-S/16, ImageNet, batch of 1024 on 16 V100"
 
 
-def test_the_document_has_table_picture_paper_failures_and_commands(run_of: Callable[..., Run]) -> None:
+def test_the_document_has_table_picture_failures_and_commands(run_of: Callable[..., Run]) -> None:
     runs = [run_of("a"), run_of("b", {"trainer.epochs": 4, "optimizer.learning_rate": 1e-4}, world_size=4)]
     text = comparison_document(
         runs, failed={"ibot": "no such recipe"}, command="massl compare --runs a b --output c", picture="x.png"
@@ -235,11 +235,31 @@ def test_the_document_has_table_picture_paper_failures_and_commands(run_of: Call
     assert "](x.png)" in text
     assert "- optimizer.learning_rate is 0.001 (a), 0.0001 (b)" in text
     assert "- ibot: no such recipe" in text
-    assert "| iBOT | 800 | 75.2 | 193.4 |" in text
     assert "massl compare --runs a b --output c" in text
     assert f"massl pretrain --recipe {runs[0].folder}/recipe.yaml --output {runs[0].folder}-again\n" in text
     assert f"torchrun --nproc-per-node 4 -m massl pretrain --recipe {runs[1].folder}/recipe.yaml" in text
     assert "- a: 1,200 images seen; 1 x NVIDIA H200; massl 0.1.0, torch 2.11.0, commit c0ffee" in text
+
+
+@pytest.mark.parametrize(
+    ("source", "data_set", "has_paper"),
+    [
+        ("photos", None, False),
+        ("torchvision:CIFAR10?root=data", None, False),
+        ("data/tiny-imagenet-200/train", None, False),
+        ("data/imagenet/train", None, True),
+        ("photos", "ImageNet", True),
+        ("photos", "CIFAR-10", False),
+        ("data/cifar-10/train.npz", "ImageNet", False),  # its name says what it is
+    ],
+)
+def test_the_papers_table_stands_below_runs_on_imagenet_only(
+    run_of: Callable[..., Run], source: str, data_set: str | None, has_paper: bool
+) -> None:
+    runs = [run_of("a", {"data.source": source})]
+    text = comparison_document(runs, failed={}, command="massl compare", picture="x.png", data_set=data_set)
+    assert ("| iBOT | 800 | 75.2 | 193.4 |" in text) == has_paper
+    assert ("The paper's" in text) == has_paper
 
 
 def test_a_document_without_failures_or_differences_leaves_them_out(run_of: Callable[..., Run]) -> None:
