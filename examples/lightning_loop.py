@@ -9,10 +9,9 @@ import copy
 
 import lightning
 import torch
-from plain_pytorch import DIM, Encoder, TwoViews
+from plain_pytorch import DIM, Encoder, Photos
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchvision.datasets import ImageFolder
 
 from massl.nn.memory import MemoryBank
 from massl.ops.memory_attention import memory_loss
@@ -29,8 +28,7 @@ class MaSSL(lightning.LightningModule):
         self.memory = MemoryBank(memory, DIM)
         self.momentum = momentum
 
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        views, _ = batch
+    def training_step(self, views: Tensor, index: int) -> Tensor:
         with torch.no_grad():
             target = self.teacher(views)
         blocks = self.memory.random_blocks(self.memory.num_rows // 4, key=(0, self.global_step))
@@ -59,7 +57,7 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=2048)
     parser.add_argument("--workers", type=int, default=4)
     given = parser.parse_args()
-    images = ImageFolder(given.folder, transform=TwoViews(given.image_size))
+    images = Photos(given.folder, given.image_size)
     loader = DataLoader(images, given.batch_size, shuffle=True, drop_last=True, num_workers=given.workers)
     trainer = lightning.Trainer(max_epochs=given.epochs, log_every_n_steps=1)
     trainer.fit(MaSSL("resnet18", given.image_size, memory=given.memory), loader)

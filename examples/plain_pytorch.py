@@ -2,19 +2,21 @@
 
     python examples/plain_pytorch.py photos/ --epochs 20
 
-`photos/` holds one or more sub-folders of images; their names are ignored. The teacher's weights end in
-`backbone.pt`. `massl pretrain` does the same faster, with checkpoints and probes: this is for loops of your own.
+`photos/` holds images, also in sub-folders, whose names are ignored. The teacher's weights end in `backbone.pt`.
+`massl pretrain` does the same faster, with checkpoints and probes: this is for loops of your own.
 """
 
 import argparse
 import copy
+from pathlib import Path
 
 import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from torch.utils.data import DataLoader
-from torchvision.datasets import ImageFolder
+from torch.utils.data import DataLoader, Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import v2
 
 from massl.nn.memory import MemoryBank
@@ -41,6 +43,21 @@ class TwoViews:
 
     def __call__(self, image: object) -> Tensor:  # -> [2, 3, S, S]
         return torch.stack([self.transform(image) for _ in range(2)])
+
+
+class Photos(Dataset[Tensor]):
+    """All images below a folder, each as two views."""
+
+    def __init__(self, folder: str, size: int) -> None:
+        self.files = sorted(file for file in Path(folder).rglob("*") if file.suffix.lower() in IMG_EXTENSIONS)
+        self.transform = TwoViews(size)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> Tensor:  # -> [2, 3, S, S]
+        with Image.open(self.files[index]) as image:
+            return self.transform(image.convert("RGB"))
 
 
 class Encoder(nn.Module):
@@ -70,7 +87,9 @@ def main() -> None:
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    images = ImageFolder(given.folder, transform=TwoViews(given.image_size))
+    images = Photos(given.folder, given.image_size)
+    if len(images) < given.batch_size:
+        parser.error(f"{given.folder} holds {len(images)} images, less than a batch; lower --batch_size")
     loader = DataLoader(images, given.batch_size, shuffle=True, drop_last=True, num_workers=given.workers)
     student = Encoder(given.backbone, given.image_size).to(device)
     teacher = copy.deepcopy(student).requires_grad_(False)
@@ -79,7 +98,7 @@ def main() -> None:
 
     step = 0
     for epoch in range(given.epochs):
-        for views, _ in loader:
+        for views in loader:
             with torch.no_grad():
                 target = teacher(views.to(device))
             blocks = memory.random_blocks(given.memory // 4, key=(0, step))  # another key: another partition

@@ -21,13 +21,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ("script", "package"),
     [("plain_pytorch.py", "torch"), ("lightning_loop.py", "lightning"), ("lightly_loop.py", "lightly")],
 )
-def test_a_loop_of_your_own_learns_and_says_so(script: str, package: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nesting", ["", "all", "2024/spring"])
+def test_a_loop_of_your_own_learns_and_says_so(script: str, package: str, nesting: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    folder = tmp_path / "photos" / "all"
+    folder = tmp_path / "photos" / nesting
     folder.mkdir(parents=True)
     for number, pixels in enumerate(tiny_images(16)):
         Image.fromarray(pixels).save(folder / f"{number}.png")
+    (folder / "notes.txt").touch()
     command = [sys.executable, str(EXAMPLES / script), str(tmp_path / "photos"), "--epochs", "1", "--batch_size", "8"]
     command += ["--image_size", "32", "--memory", "16", "--workers", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
