@@ -36,7 +36,8 @@ def test_classes_named_by_years_are_cautioned_and_not_scored(
     assert doubtful.text.count("caution: ") == 1
     assert not any("knn_top1" in row for row in runs.rows(tmp_path / "doubtful"))
     assert any("effective_rank" in row for row in runs.rows(tmp_path / "doubtful"))
-    assert not (tmp_path / "doubtful" / "baseline.json").exists()
+    assert "raw_pixel_knn" not in (tmp_path / "doubtful" / "baseline.json").read_text()
+    assert "raw pixels" not in doubtful.text
     chosen = massl_here(*words, f"folder:{folder}?labels=folders", "--output", tmp_path / "chosen")
     assert chosen.status == 0
     assert "caution: " not in chosen.text

@@ -177,7 +177,7 @@ def summarise(result: FitResult, trainer: Trainer, probe: Probe | None, console:
     """Print the last lines of a run: what it reached, what that means, and where it is kept."""
     folder = trainer.folder
     raw_pixels = None
-    if probe is not None and result.finished:
+    if probe is not None and probe.has_labels and result.finished:
         with working(console, "measuring what raw pixels reach"):
             raw_pixels = probe.raw_pixel_knn()  # all ranks take part
     if not distributed.is_main():
@@ -202,8 +202,8 @@ def summarise(result: FitResult, trainer: Trainer, probe: Probe | None, console:
     files = f"backbone.safetensors{best}, metrics.jsonl, recipe.yaml, checkpoints/, tensorboard/"
     print_line(console, f"run folder: {folder.path} ({files})")
     if probe is not None:
-        if raw_pixels is not None:
-            folder.write_json("baseline.json", {"raw_pixel_knn": raw_pixels, "num_queries": probe.num_queries})
+        baseline = {} if raw_pixels is None else {"raw_pixel_knn": raw_pixels}
+        folder.write_json("baseline.json", {**baseline, "num_queries": probe.num_queries})
         run = read_run(folder.path)
         found = verdict(run)
         if best := run.best_words:

@@ -92,7 +92,7 @@ def _other_network(name: str, row: rules.ViewRow, given: Mapping[str, Any]) -> r
         known = rules.NETWORKS[row.network if row.network == "resnet18 of thumbnails" else "resnet18"]
         has_small_stem = given.get("backbone.stem", known.options.get("backbone.stem")) == "small"
         reduction = 0 if has_small_stem else rules.REDUCTION
-        return replace(known, name=name, kind="", reduction=reduction, basis="as measured with ResNet-18")
+        return replace(known, name=name, kind="", reduction=reduction, basis="from massl's own runs with ResNet-18")
     return rules.NetworkRow(name=name, kind="", reduction=0 if name.startswith("vit_") else rules.REDUCTION)
 
 

@@ -142,8 +142,8 @@ class NetworkRow:
     reason: str = ""
     reduction: int = 0  # of a view's side, to that of the last map; 0: views of any size suit it
     options: Mapping[str, Any] = field(default_factory=dict)  # other values of the recipe
-    basis: str = "as measured with this network"  # of these options
-    origin: str = "as measured with this network"  # of its architecture
+    basis: str = "from massl's own runs with this network"  # of these options
+    origin: str = "from massl's own runs with this network"  # of its architecture
     instead: str = ""  # the ViT for those who want patches
     measured: str = ""  # the page with the measurement, or "the paper"
 
@@ -165,7 +165,7 @@ NETWORKS: Final = {  # in order of size
     "slim": NetworkRow(
         name="resnet10t",
         kind="a small ResNet",
-        reason="in the same minutes it learns far more there than a ViT",
+        reason="in the same minutes it learns far more than a ViT",
         reduction=REDUCTION,
         options={
             "backbone.timm_options": {"stem_width": 8, "channels": [32, 64, 128, 256], "zero_init_last": False},
@@ -181,7 +181,7 @@ NETWORKS: Final = {  # in order of size
     "resnet18 of thumbnails": NetworkRow(
         name="resnet18",
         kind="a ResNet",
-        reason="in the same minutes it learns far more there than a ViT",
+        reason="in the same minutes it learns far more than a ViT",
         options={**_OF_RESNET18, "backbone.stem": "small", "optimizer.learning_rate": 1e-3},
         instead="tiny",
         measured=f"{_RESNET}: 68.7 % after 30 epochs, 85.5 after 200; a ViT {_CIFAR}: 65.0 after 60",

@@ -225,7 +225,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _read_baseline(file: Path, remarks: _Remarks) -> tuple[float | None, int | None]:
-    """k-NN accuracy of raw pixels in percent, and the number of images it was measured on."""
+    """k-NN accuracy of raw pixels in percent, if there are labels, and the number of images of each probe."""
     if not file.is_file():
         return None, None
     try:

@@ -53,7 +53,7 @@ class Run:
     rows: tuple[Mapping[str, float], ...]  # metrics.jsonl by step; finite numbers only; empty before the first probe
     warnings: tuple[TrainingWarning, ...] = ()
     raw_pixel_knn: float | None = None  # percent
-    num_queries: int | None = None  # images that each k-NN probe classifies; None: not recorded
+    num_queries: int | None = None  # images that each probe classifies or finds again; None: not recorded
     plan: str = ""  # text of plan.txt: what auto chose and why; "" for runs of other recipes
     remarks: tuple[str, ...] = ()  # problems in the files, and whether the run is unfinished
 

@@ -112,6 +112,7 @@ def _without_labels(run: Run) -> Verdict:
         margin, change = chance_margin(found[-1], num_queries=_num_queries(run)), found[-1] - found[0]
         how = "more often than" if change > margin else "less often than" if change < -margin else "as often as"
         headline = f"images are found again {how} with {run.start_words}"
+        reasons.append(_chance_words(run, margin, "Differences of images found"))
         next_step = _look_at_curves(run) if change < -margin else next_step
     headline += "; without labels the accuracy is unknown"
     return Verdict(kind="no labels", headline=headline, reasons=tuple(reasons), next_step=next_step)
@@ -169,12 +170,16 @@ def _accuracy_words(run: Run) -> tuple[str, ...]:
         return ()
     first, last = run.first.knn_top1, run.last.knn_top1
     pixels = "" if run.raw_pixel_knn is None else f" Raw pixels reach {run.raw_pixel_knn:.1f} %."
-    queries = "" if run.num_queries is None else f" on {run.num_queries:,} images"
     gain = f"{last:.1f} % {_when(run)} ({last - first:+.1f} points)"
     return (
         f"k-NN accuracy: {first:.1f} % with {run.start_words}, {gain}.{pixels} "
-        f"Differences below {_margin(run):.1f} points may be chance{queries}.",
+        f"{_chance_words(run, _margin(run), 'Differences')}",
     )
+
+
+def _chance_words(run: Run, margin: float, what: str) -> str:
+    queries = "" if run.num_queries is None else f" on {run.num_queries:,} images"
+    return f"{what} below {margin:.1f} points may be chance{queries}."
 
 
 def _when(run: Run) -> str:

@@ -120,6 +120,11 @@ class Probe:
         return _Subset(database, database_order[: self.settings.max_database]), query_subset
 
     @property
+    def has_labels(self) -> bool:
+        """Whether it measures k-NN accuracy."""
+        return self._database is not None
+
+    @property
     def num_queries(self) -> int:
         return len(self._queries.indices)
 

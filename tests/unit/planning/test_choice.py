@@ -241,7 +241,7 @@ def test_a_cpu_gets_a_small_resnet_with_the_settings_it_was_measured_with() -> N
     assert recipe.views.global_size == demo.views.global_size
     assert recipe.optimizer.learning_rate == demo.optimizer.learning_rate
     assert recipe.optimizer.weight_decay_end == demo.optimizer.weight_decay_end
-    assert "as measured with this network" in plan.reasons["optimizer.learning_rate"]
+    assert "from massl's own runs with this network" in plan.reasons["optimizer.learning_rate"]
     vit = chosen(8_000, 28, device_of("cpu", 16), backbone__name="vit_tiny_patch16_224")
     assert "(auto: resnet10t)" in vit.reasons["backbone.name"]
     assert (vit.values["backbone.patch_size"], vit.values["optimizer.learning_rate"]) == (4, 7e-4)
@@ -308,7 +308,7 @@ def test_a_resnet_that_is_named_gets_the_settings_of_resnet18() -> None:
         assert planned_recipe(plan).backbone.name == "resnet50"
         assert plan.values["views.global_size"] == size
         assert plan.values["optimizer.learning_rate"] == rules.NETWORKS[row].options["optimizer.learning_rate"]
-        assert "as measured with ResNet-18" in plan.reasons["optimizer.learning_rate"]
+        assert "from massl's own runs with ResNet-18" in plan.reasons["optimizer.learning_rate"]
     assert chosen(10_000, 500, backbone__name="convnext_tiny").values["optimizer.learning_rate"] == pytest.approx(7e-4)
 
 

@@ -159,6 +159,14 @@ def test_without_labels_the_verdict_says_that_accuracy_is_unknown(judge: Judge) 
     assert judge([None, None], effective_rank=1.0).kind == "collapsed"
 
 
+def test_on_few_images_a_few_more_found_again_are_chance(judge: Judge) -> None:
+    rise = [None] * 16  # 50 to 65 %
+    assert judge(rise).headline.startswith("images are found again more often than with random weights")
+    found = judge(rise, num_queries=40)
+    assert found.headline.startswith("images are found again as often as with random weights")
+    assert "Differences of images found below 15.1 points may be chance on 40 images." in found.reasons
+
+
 def test_before_a_probe_in_training_it_is_too_early(judge: Judge) -> None:
     assert judge([20], {"trainer.epochs": 5}).kind == "too early"
 
