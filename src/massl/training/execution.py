@@ -43,7 +43,7 @@ def choose_execution(
     elif kernels == "fused":
         reasons = {backbone.use_fused_kernels(float32_stream=float32_stream) for backbone in backbones}
         if device.type != "cuda" or not bf16:
-            reasons = {"they need a GPU and bf16"}
+            reasons = {"fused ones need a GPU and bf16"}
         because = "; ".join(sorted(reason for reason in reasons if reason))
         is_slower = device.type == "cuda" and bf16 and all(backbone.is_transformer for backbone in backbones)
         plain = f"plain{', which is slower' if is_slower else ''} ({because})"

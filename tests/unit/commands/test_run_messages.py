@@ -84,7 +84,7 @@ def test_the_peak_learning_rate_that_is_said_is_that_of_training(weights: str | 
 
 def test_a_residual_stream_in_fp32_is_told_to_be_idle_without_fused_kernels() -> None:
     recipe = load_recipe("massl-tiny", {"data.source": "photos/", "trainer.residual": "fp32"})
-    (caution,) = idle_options(recipe, has_start=False, networks="plain, because they need a GPU and bf16")
+    (caution,) = idle_options(recipe, has_start=False, networks="plain, because fused ones need a GPU and bf16")
     assert "trainer.residual does nothing" in caution
     assert list(idle_options(recipe, has_start=False, networks="fused, fp32 residual stream")) == []
 

@@ -36,7 +36,7 @@ def chosen(name: str, device: torch.device, *, bf16: bool = True, float32_stream
 def test_the_choice_is_described_with_its_reason() -> None:
     assert chosen("vit_tiny_patch16_224", ON_GPU) == Execution(networks="fused, bf16 residual stream", cuda_graph=True)
     assert chosen("vit_tiny_patch16_224", ON_GPU, float32_stream=True).networks == "fused, fp32 residual stream"
-    assert chosen("vit_tiny_patch16_224", ON_GPU, bf16=False).networks == "plain (they need a GPU and bf16)"
+    assert chosen("vit_tiny_patch16_224", ON_GPU, bf16=False).networks == "plain (fused ones need a GPU and bf16)"
     assert chosen("resnet18", ON_GPU).networks == "plain (the backbone is no vision transformer)"
     assert chosen("vit_small_patch16_dinov3", ON_GPU).networks == (
         "plain, which is slower (its blocks rotate queries and keys)"
@@ -46,7 +46,7 @@ def test_the_choice_is_described_with_its_reason() -> None:
     )
     assert chosen("vit_small_patch14_reg4_dinov2", ON_GPU).networks == "fused, bf16 residual stream"
     assert chosen("vit_tiny_patch16_224", torch.device("cpu")) == Execution(
-        networks="plain (they need a GPU and bf16)", cuda_graph=False
+        networks="plain (fused ones need a GPU and bf16)", cuda_graph=False
     )
 
 
