@@ -48,7 +48,7 @@ def completed(script: Path, line: str) -> set[str]:
         ("massl pretrain --recipe massl-t", {"massl-tiny"}),
         ("massl pretrain --method.name ", set(METHODS)),
         ("massl pretrain --method.pred", {"--method.predictor.num_layers", "--method.predictor.hidden_dim"}),
-        ("massl compare --dat", {"--data", "--data.source"}),
+        ("massl compare --dat", {"--data", "--data.source", "--data_set"}),
         ("massl pretrain --init.we", {"--init.weights"}),
         ("massl evaluate runs/a --protocol knn lo", {"logreg", "low-shot", "long-tail"}),
         ("massl visualize runs/a att", {"attention"}),
