@@ -25,7 +25,7 @@ from massl.data.sources import ImageSource, open_source
 from massl.planning.choice import Plan, choose
 from massl.planning.costs import Speed
 from massl.planning.facts import DeviceFacts, ImageFacts, look_at_device, look_at_images
-from massl.planning.rules import LEAST_IMAGES, NETWORKS, REDUCTION, NetworkRow
+from massl.planning.rules import FEW_IMAGES, LEAST_IMAGES, NETWORKS, PUBLISHED, REDUCTION, NetworkRow
 from massl.training.run_folder import PLAN_FILE
 
 _OF_SPEED = ("backbone.name", "views.global_size", "views.num_local", "trainer.batch_size")
@@ -41,6 +41,7 @@ class Resolved:
     plan: Plan | None = None  # of auto
     images: ImageFacts | None = None
     speed: Speed | None = None  # where --minutes asked for a trial
+    has_start: bool = False  # weights of --init
 
     @property
     def explanation(self) -> str:
@@ -49,7 +50,9 @@ class Resolved:
             return ""
         num_images = f"{self.images.num_images:,} images"
         head = f"auto chooses for your {num_images} (every value can be set, e.g. --trainer.batch_size 128):"
-        return "\n".join([head, *(f"  {line}" for line in self.plan.lines())]) + "\n"
+        is_few = self.images.num_images < FEW_IMAGES and not self.has_start
+        advice = [f"{num_images} are few: published weights ({PUBLISHED}) as they are, or --init, may serve better"]
+        return "\n".join([head, *(f"  {line}" for line in self.plan.lines()), *(advice if is_few else [])]) + "\n"
 
 
 def resolve(
@@ -163,12 +166,12 @@ def _automatic(
     if len(source) < LEAST_IMAGES:
         raise RecipeError(
             f"{len(source)} images are too few to learn from; {LEAST_IMAGES} is the least that auto trains on, and "
-            "some thousands are sensible. Published weights need no training: massl embed NAME.TAG --data ..."
+            f"some thousands are sensible. Published weights need no training: massl embed {PUBLISHED} --data ..."
         )
     facts, plan = plan_images(source, given, init=init)
     recipe = planned_recipe(plan)
     if minutes is None:
-        return Resolved(recipe=recipe, plan=plan, images=facts)
+        return Resolved(recipe=recipe, plan=plan, images=facts, has_start=init is not None)
     speed, epochs, why = _trial(recipe, source, minutes, facts, tell)
     _, shorter = plan_images(source, {**given, "trainer.epochs": epochs}, init=init)
     if any(shorter.values.get(key) != plan.values.get(key) for key in _OF_SPEED):
@@ -177,7 +180,7 @@ def _automatic(
     # the first trial decides: a faster network does not make it a long run
     _, plan = plan_images(source, {**given, "trainer.epochs": epochs}, init=init, as_of=shorter.num_images)
     plan.reasons["trainer.epochs"] = why
-    return Resolved(recipe=planned_recipe(plan), plan=plan, images=facts, speed=speed)
+    return Resolved(recipe=planned_recipe(plan), plan=plan, images=facts, speed=speed, has_start=init is not None)
 
 
 def _lasting(

@@ -169,7 +169,9 @@ def _choose_method(plan: Plan, images: ImageFacts, limits: rules.DeviceRow) -> N
     n, share = images.num_images, rules.MEMORY_SHARE
     most, quarter = plan.at("memory_rows"), max(n // share, 1)
     rows = max(_power_of_two(min(most, quarter), nearest=True), rules.SMALLEST_BLOCK)
-    if quarter <= most:
+    if rows < (batch := plan.values["trainer.batch_size"]):
+        rows, why = batch, "as many as a batch: each step would replace a smaller one, and drop the rest"
+    elif quarter <= most:
         why = f"about a quarter of your {n:,} images"
     else:
         why = f"less than a quarter of your {n:,} images: {plan.because('memory_rows')}"

@@ -263,6 +263,8 @@ DEVICES: Final = (
 
 EPOCHS_OF_LONG_RUNS: Final = 100  # a run that sees fewer images is chosen like a whole run on fewer
 LEAST_IMAGES: Final = 32
+FEW_IMAGES: Final = 1_000  # below, published weights are advised; nothing here was measured with so few
+PUBLISHED: Final = "vit_small_patch14_reg4_dinov2.lvd142m"
 SMALLEST_BATCH: Final = 16
 LEAST_STEPS_PER_EPOCH: Final = 4  # a smaller set gets a smaller batch
 MEMORY_SHARE: Final = 4  # the memory holds at most one in so many images; it has as many blocks

@@ -29,13 +29,14 @@ def chosen(num_images: int, side: int = 224, device: DeviceFacts = GPU, **given:
     return choose(images_of(num_images, side), device, {key.replace("__", "."): value for key, value in given.items()})
 
 
-@pytest.mark.parametrize("num_images", [100, *IMAGES])
+@pytest.mark.parametrize("num_images", [40, 100, *IMAGES])
 @pytest.mark.parametrize("side", [*SIDES, 224])
 @pytest.mark.parametrize("device", [*DEVICES, ("cuda", 140)], ids=str)
 def test_every_choice_is_a_valid_recipe_that_fits(num_images: int, side: int, device: tuple[str, float]) -> None:
     plan = chosen(num_images, side, device_of(*device))
     recipe = planned_recipe(plan)
     views, memory, trainer = recipe.views, recipe.method.memory, recipe.trainer  # type: ignore[attr-defined]
+    assert memory.num_rows >= trainer.batch_size
     if device[0] == "cuda" and side < 48:
         assert (recipe.backbone.name, recipe.backbone.stem) == ("resnet18", "small")
     elif recipe.backbone.name == "resnet18":
@@ -136,6 +137,14 @@ def test_images_are_cached_if_the_host_has_room_and_arrays_never() -> None:
     array = ImageFacts(num_images=10_000, sizes=((64, 64),), num_sampled=1, is_array=True)
     assert choose(array, GPU, {}).values["data.cache_gib"] == 0
     assert any("decoded, less than 0.1 GiB" in reason for reason in chosen(100, 64).reasons.values())
+
+
+def test_published_weights_are_advised_for_few_images_unless_they_are_used() -> None:
+    recipe = planned_recipe(chosen(999, 64))
+    for num_images, has_start, is_advised in ((999, False, True), (999, True, False), (1000, False, False)):
+        facts, plan = images_of(num_images, 64), chosen(num_images, 64)
+        found = auto.Resolved(recipe=recipe, plan=plan, images=facts, has_start=has_start)
+        assert (".lvd142m" in found.explanation) is is_advised
 
 
 def test_the_images_of_the_probes_have_room_in_the_cache(tmp_path: Path) -> None:
