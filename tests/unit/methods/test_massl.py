@@ -188,6 +188,12 @@ def test_the_student_learns_and_the_teacher_gets_no_gradient() -> None:
     assert not output.carry["memory_rows"].requires_grad
 
 
+def test_a_memory_is_filled_with_the_rows_that_a_step_would_enqueue() -> None:
+    method, batch = tiny_method(), views()
+    with torch.no_grad():
+        torch.testing.assert_close(method.memory_rows(batch), method(batch, HYPER).carry["memory_rows"])
+
+
 def test_after_a_step_the_teacher_has_moved_towards_the_student_by_one_minus_momentum() -> None:
     method, batch = tiny_method(), views()
     before = [parameter.clone() for parameter in method.teacher.parameters()]
