@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,13 @@ class Resolved:
             return ""
         num_images = f"{self.images.num_images:,} images"
         head = f"auto chooses for your {num_images} (every value can be set, e.g. --trainer.batch_size 128):"
-        is_few = self.images.num_images < FEW_IMAGES and not self.has_start
-        advice = [f"{num_images} are few: published weights ({PUBLISHED}) as they are, or --init, may serve better"]
-        return "\n".join([head, *(f"  {line}" for line in self.plan.lines()), *(advice if is_few else [])]) + "\n"
+        lines = [head, *(f"  {line}" for line in self.plan.lines())]
+        if self.images.num_images < FEW_IMAGES and not self.has_start:
+            lines.append(
+                f"{num_images} are few: published weights may serve better, as they are (massl embed {PUBLISHED}) or "
+                f"as a start (--init {PUBLISHED})"
+            )
+        return "\n".join(lines) + "\n"
 
 
 def resolve(
@@ -109,16 +114,22 @@ def plan_images(
     *,
     device: DeviceFacts | None = None,
     init: str | Path | None = None,
-    as_of: int | None = None,
 ) -> tuple[ImageFacts, Plan]:
-    """What the images are, and what suits them and the weights to start from. `as_of`: see `choose`."""
+    """What the images are, and what suits them and the weights to start from."""
+    facts, choosing = _look(source, given, device, init)
+    return facts, choosing(given)
+
+
+def _look(
+    source: ImageSource, given: Mapping[str, Any], device: DeviceFacts | None, init: str | Path | None
+) -> tuple[ImageFacts, Callable[..., Plan]]:
+    """What the images are, and `choose` for them, this device and these weights."""
     method = given.get("method.name", "massl")
     if method != "massl":
         raise RecipeError(f"auto {_INSTEAD.format(method)}")
     chosen = choose_device(str(given.get("trainer.device", "auto")), option="trainer.device")
     facts = replace(look_at_images(source), num_probed=_num_probed(source, given))
-    device = device or look_at_device(chosen)
-    return facts, choose(facts, device, given, start=_network_row(init), as_of=as_of)
+    return facts, partial(choose, facts, device or look_at_device(chosen), start=_network_row(init))
 
 
 def _num_probed(source: ImageSource, given: Mapping[str, Any]) -> int:
@@ -168,17 +179,18 @@ def _automatic(
             f"{len(source)} images are too few to learn from; {LEAST_IMAGES} is the least that auto trains on, and "
             f"some thousands are sensible. Published weights need no training: massl embed {PUBLISHED} --data ..."
         )
-    facts, plan = plan_images(source, given, init=init)
+    facts, choosing = _look(source, given, None, init)
+    plan = choosing(given)
     recipe = planned_recipe(plan)
     if minutes is None:
         return Resolved(recipe=recipe, plan=plan, images=facts, has_start=init is not None)
     speed, epochs, why = _trial(recipe, source, minutes, facts, tell)
-    _, shorter = plan_images(source, {**given, "trainer.epochs": epochs}, init=init)
+    shorter = choosing({**given, "trainer.epochs": epochs})
     if any(shorter.values.get(key) != plan.values.get(key) for key in _OF_SPEED):
         tell("so short a run is chosen like one on fewer images; a trial of that")
         speed, epochs, why = _trial(planned_recipe(shorter), source, minutes, facts, tell)
     # the first trial decides: a faster network does not make it a long run
-    _, plan = plan_images(source, {**given, "trainer.epochs": epochs}, init=init, as_of=shorter.num_images)
+    plan = choosing({**given, "trainer.epochs": epochs}, as_of=shorter.num_images)
     plan.reasons["trainer.epochs"] = why
     return Resolved(recipe=planned_recipe(plan), plan=plan, images=facts, speed=speed, has_start=init is not None)
 

@@ -17,6 +17,7 @@ from massl.nn.backbone import Backbone, BackboneSettings, build_backbone
 from massl.nn.encoder import Encoder
 from massl.nn.freezing import freeze, keep_statistics
 from massl.nn.held_temperature import HeldTemperature
+from massl.nn.token_readout import problem_with_size
 
 # The metric that a held temperature follows: the mean entropy in nats of the teacher's softmaxes over a batch.
 BATCH_ENTROPY = "batch_teacher_entropy"
@@ -175,22 +176,16 @@ class Method(nn.Module, ABC):
         """Every backbone, trained or not."""
         return [module for module in self.modules() if isinstance(module, Backbone)]
 
-    @torch.no_grad()
     def check_views(self, views: ViewSettings, *, name: str) -> None:
-        """Try an empty image of each view size: some networks accept only their own, and none less than a patch."""
+        """Refuse views that the method or its network cannot take."""
         if views.num_global < self.min_global_views:
             least = self.min_global_views
             raise RecipeError(f"{name} compares views of an image: set views.num_global to {least} or more")
         backbone = self.backbone_to_evaluate()
-        was_training = backbone.training
-        backbone.eval()
         for key in ("global_size", "local_size") if views.num_local else ("global_size",):
             size = getattr(views, key)
-            try:
-                backbone(torch.zeros(1, 3, size, size))
-            except (AssertionError, RuntimeError, ValueError) as error:
-                raise RecipeError(f"{backbone.model_name} cannot take views.{key} {size}: {error}") from None
-        backbone.train(was_training)
+            if reason := problem_with_size(backbone, size):
+                raise RecipeError(f"{backbone.model_name} cannot take views.{key} {size}: {reason}")
 
     def drop_path_keys(self, views: ViewBatch, hyper: StepHyper, *, num_views: int) -> Tensor | None:
         """Keys [num_views, B] of stochastic depth for the first views of every image; None without stochastic depth."""

@@ -51,17 +51,23 @@ def require_patches(backbone: Backbone, *, purpose: str) -> int:
     return side
 
 
-@torch.no_grad()
 def require_size(backbone: Backbone, image_size: int) -> None:
-    """Try an empty image: BEiT and Swin, for example, take one size only."""
-    device = next(backbone.parameters()).device
+    if reason := problem_with_size(backbone, image_size):
+        raise UnsuitableModel(f"{backbone.model_name} takes no images of {image_size} px ({reason}); omit --image_size")
+
+
+@torch.no_grad()
+def problem_with_size(backbone: Backbone, image_size: int) -> str | None:
+    """Why an empty image of this size fails: BEiT and Swin take one size only, no ViT less than a patch."""
+    was_training = backbone.training
+    backbone.eval()
     try:
-        backbone(torch.zeros(1, 3, image_size, image_size, device=device))
+        backbone(torch.zeros(1, 3, image_size, image_size, device=next(backbone.parameters()).device))
     except (AssertionError, RuntimeError, ValueError) as error:
-        reason = str(error).rstrip(".")
-        raise UnsuitableModel(
-            f"{backbone.model_name} takes no images of {image_size} px ({reason}); omit --image_size"
-        ) from None
+        return str(error).rstrip(".") or type(error).__name__
+    finally:
+        backbone.train(was_training)
+    return None
 
 
 def last_layers(backbone: Backbone, images: Tensor, *, num_layers: int) -> list[Tokens]:  # [B, 3, H, W]
